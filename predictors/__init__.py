@@ -1,0 +1,1 @@
+"""Guess the experts of the next layers. No CUDA, no vLLM."""
