@@ -1,0 +1,53 @@
+"""Compares every mapped slot with the host store, byte for byte. For tests and debugging."""
+
+import numpy as np
+import torch
+
+from prefetch_runtime.scheduler import LayerCache, Scheduler
+
+
+def audit(scheduler: Scheduler) -> list[str]:
+    """What is wrong, a line each; empty when all is well. Call it at a step boundary.
+
+    Checks, per layer: the mapping on the device is the table's; no two experts share a slot; and
+    each mapped slot holds the bytes of its expert, every tensor of it. Waits for the device.
+    """
+    problems: list[str] = []
+    for layer in scheduler.layers:
+        problems += _audit_layer(layer)
+    return problems
+
+
+def _audit_layer(layer: LayerCache) -> list[str]:
+    where = f"layer {layer.layer_idx}"
+    problems: list[str] = []
+    mapping = layer.mapping[:-1].cpu().numpy()
+    slots = layer.table.mapping
+    if layer.local_of is not None:
+        slots = np.where(layer.local_of >= 0, slots[layer.local_of], -1)
+    for expert in np.flatnonzero(mapping != slots):
+        problems.append(
+            f"{where}: expert {expert} is in slot {mapping[expert]} on the device, "
+            f"but in slot {slots[expert]} in the table"
+        )
+    mapped = mapping[mapping >= 0]
+    if len(set(mapped.tolist())) != len(mapped):
+        problems.append(f"{where}: two experts share a slot: {mapping.tolist()}")
+    for expert in np.flatnonzero(mapping >= 0):
+        slot = int(mapping[expert])
+        if not 0 <= slot < layer.buffers.num_slots:
+            problems.append(
+                f"{where}: expert {expert} is mapped to slot {slot}, which does not exist"
+            )
+            continue
+        local = int(expert) if layer.local_of is None else int(layer.local_of[expert])
+        for name, tensor in layer.buffers.tensors.items():
+            ours = tensor[slot].contiguous().view(-1).view(torch.uint8).cpu()
+            theirs = layer.store.tensor(name)[local].contiguous().view(-1).view(torch.uint8)
+            if not torch.equal(ours, theirs):
+                wrong = int((ours != theirs).sum())
+                problems.append(
+                    f"{where}: slot {slot} should hold expert {expert}, but {wrong} of "
+                    f"{len(ours)} bytes of {name} differ"
+                )
+    return problems

@@ -1,0 +1,306 @@
+"""The `prefetch-runtime` command."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prefetch_runtime import __version__
+from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.demo import run_demo
+from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
+from prefetch_runtime.offline import WORKER_CLS, GenerationError, generate
+from prefetch_runtime.stats import RuntimeStats
+
+app = typer.Typer(
+    name="prefetch-runtime",
+    help="Serve MoE models whose experts do not fit on the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Slots = Annotated[
+    str | None,
+    typer.Option(
+        "--moe-expert-cache-size",
+        metavar="N|auto",
+        help="Experts of each MoE layer kept on the device; 0 switches the cache off.",
+    ),
+]
+CacheGib = Annotated[
+    float | None,
+    typer.Option("--moe-expert-cache-gib", help="The same as a total over all layers, in GiB."),
+]
+ModeOption = Annotated[
+    str | None, typer.Option("--prefetch-mode", help="auto, full, segmented or eager.")
+]
+PolicyOption = Annotated[
+    str | None, typer.Option("--eviction-policy", help="Which slot a newcomer takes: lru or lfru.")
+]
+PredictorOption = Annotated[
+    str | None, typer.Option("--predictor", help="Guesses the next layer's experts.")
+]
+WidenOption = Annotated[
+    int | None,
+    typer.Option("--predictor-widen", help="Experts a prediction names, as a multiple of top_k."),
+]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option("--prefetch-budget-mib", help="MiB of speculation per layer and step."),
+]
+StagingOption = Annotated[
+    int | None,
+    typer.Option("--staging-slots", help="Experts in the ring through which prompts stream."),
+]
+MetricsOption = Annotated[
+    bool | None,
+    typer.Option("--expert-cache-metrics", help="Publish the counters for Prometheus."),
+]
+
+
+def _settings(**given: Any) -> dict[str, Any]:
+    """The options that were given, checked, under their names in `--additional-config`."""
+    settings = {key: value for key, value in given.items() if value is not None}
+    slots = settings.get("slots_per_layer")
+    if isinstance(slots, str) and slots.lstrip("-").isdigit():
+        settings["slots_per_layer"] = int(slots)
+    PrefetchConfig.from_mapping(settings)
+    return settings
+
+
+def _check_model(model: str, config: PrefetchConfig) -> None:
+    """Say now what the worker would say after a minute of start-up."""
+    declared = read_config(model)
+    if declared is None or not config.enabled:
+        return
+    shape = expert_shape(declared)
+    if shape is None:
+        raise ModelError(
+            f"{model!r} declares no experts (a dense model), so there is nothing to cache; "
+            f"leave {spelled('slots_per_layer')} out"
+        )
+    slots = config.slots_per_layer
+    if isinstance(slots, int) and slots and not shape.top_k <= slots <= shape.num_experts:
+        raise ConfigError(
+            f"{spelled('slots_per_layer')} is {slots}, but {model!r} routes each token to "
+            f"{shape.top_k} of {shape.num_experts} experts; set it between {shape.top_k} and "
+            f"{shape.num_experts}"
+        )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Every other option is passed on to `vllm serve`.",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
+    slots: Slots = None,
+    cache_gib: CacheGib = None,
+    mode: ModeOption = None,
+    policy: PolicyOption = None,
+    predictor: PredictorOption = None,
+    predictor_widen: WidenOption = None,
+    prefetch_budget_mib: BudgetOption = None,
+    staging_slots: StagingOption = None,
+    metrics: MetricsOption = None,
+) -> None:
+    """Start `vllm serve` with the expert cache."""
+    passed_on = list(context.args)
+    given = _settings(
+        slots_per_layer=slots,
+        expert_cache_gib=cache_gib,
+        mode=mode,
+        policy=policy,
+        predictor=predictor,
+        predictor_widen=predictor_widen,
+        prefetch_budget_mib=prefetch_budget_mib,
+        staging_slots=staging_slots,
+        metrics=metrics,
+    )
+    additional = _take_additional_config(passed_on)
+    settings = {**additional.get(ADDITIONAL_CONFIG_KEY, {}), **given}
+    config = PrefetchConfig.from_additional_config({**additional, ADDITIONAL_CONFIG_KEY: settings})
+    _check_model(model, config)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *passed_on]
+    if config.enabled:
+        additional[ADDITIONAL_CONFIG_KEY] = settings
+        command += ["--worker-cls", WORKER_CLS]
+    if additional:
+        command += ["--additional-config", json.dumps(additional)]
+    # vLLM takes this process over, so that signals and the exit status are its own.
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
+    """Remove the user's own `--additional-config` from the arguments and return it."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") != "--additional-config":
+            continue
+        if not equals:
+            if index + 1 == len(arguments):
+                raise ConfigError("--additional-config needs a JSON object after it")
+            value = arguments.pop(index + 1)
+        del arguments[index]
+        try:
+            additional = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--additional-config is not valid JSON: {error}") from None
+        if not isinstance(additional, dict):
+            raise ConfigError("--additional-config must be a JSON object")
+        return additional
+    return {}
+
+
+@app.command("generate")
+def generate_command(
+    model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="What to continue; may be repeated.")
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence.")] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option(help="No compilation and no CUDA graphs (needed on CPU).")
+    ] = True,
+    log: Annotated[Path, typer.Option(help="Where the engine's output goes.")] = Path(
+        "prefetch-runtime-generate.log"
+    ),
+    slots: Slots = None,
+    cache_gib: CacheGib = None,
+    mode: ModeOption = None,
+    policy: PolicyOption = None,
+    staging_slots: StagingOption = None,
+) -> None:
+    """Generate from prompts, then print the cache's counters."""
+    settings = _settings(
+        slots_per_layer=slots,
+        expert_cache_gib=cache_gib,
+        mode=mode,
+        policy=policy,
+        staging_slots=staging_slots,
+    )
+    config = PrefetchConfig.from_mapping(settings)
+    _check_model(model, config)
+    options: dict[str, Any] = {"enforce_eager": enforce_eager}
+    if max_model_len is not None:
+        options["max_model_len"] = max_model_len
+    log.unlink(missing_ok=True)
+    with err.status("starting vLLM"):
+        result = generate(
+            model,
+            prompt,
+            settings=settings if config.enabled else None,
+            log=log,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            engine_options=options,
+        )
+    _print_texts(prompt, result.texts)
+    if result.stats is not None:
+        out.print(stats_table(result.stats))
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="The model to run.")] = "models/tiny-moe",
+    slots: Annotated[int, typer.Option(min=1, help="Slots per layer of the cached run.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    log: Annotated[Path, typer.Option(help="Where the engines' output goes.")] = Path(
+        "prefetch-runtime-demo.log"
+    ),
+) -> None:
+    """Generate from the cache, then with every expert resident, and compare the tokens."""
+    _check_model(model, PrefetchConfig(slots_per_layer=slots))
+    with err.status("starting vLLM") as status:
+
+        def stage(what: str) -> None:
+            status.update(f"generating {what}")
+            err.print(f"generating {what} (engine log: {log})")
+
+        result = run_demo(model, slots=slots, max_tokens=max_tokens, log=log, on_stage=stage)
+    _print_texts(result.prompts, result.cached.texts)
+    if result.cached.stats is not None:
+        out.print(stats_table(result.cached.stats))
+    out.print(result.verdict)
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+def _print_texts(prompts: Sequence[str], texts: Sequence[str]) -> None:
+    for prompt, text in zip(prompts, texts, strict=True):
+        out.print(prompt, style="bold", markup=False, end="")
+        out.print(text, markup=False)
+        out.print()
+
+
+def stats_table(stats: RuntimeStats) -> Table:
+    """The counters as a table, a row per MoE layer and one for all."""
+    table = Table(
+        title=f"expert cache: mode {stats.mode}, policy {stats.policy}, "
+        f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB"
+    )
+    for column in ("layer", "slots", "hits", "misses", "hit rate", "evictions", "waves", "MiB"):
+        table.add_column(column, justify="right")
+    for layer in stats.layers:
+        table.add_row(
+            str(layer.layer_idx),
+            f"{layer.num_slots}/{layer.num_experts}",
+            str(layer.hits),
+            str(layer.misses),
+            f"{layer.hit_rate:.1%}",
+            str(layer.evictions),
+            str(layer.waves),
+            f"{layer.bytes_copied / 2**20:.1f}",
+        )
+    table.add_section()
+    table.add_row(
+        "all",
+        "",
+        str(stats.total("hits")),
+        str(stats.total("misses")),
+        f"{stats.hit_rate:.1%}",
+        str(stats.total("evictions")),
+        str(stats.total("waves")),
+        f"{stats.total('bytes_copied') / 2**20:.1f}",
+    )
+    return table
+
+
+def _version(show: bool) -> None:
+    if show:
+        out.print(f"prefetch-runtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve MoE models whose experts do not fit on the GPU."""
+
+
+def main() -> None:
+    """Run the command; what the user can mend ends in one line and exit status 2 (1: engine)."""
+    try:
+        app()
+    except (ConfigError, ModelError) as error:
+        err.print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except GenerationError as error:
+        err.print(f"error: {error}", markup=False, soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,161 @@
+"""Settings of the expert cache: parsed once, checked once, never changed afterwards."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Mode = Literal["auto", "full", "segmented", "eager"]
+
+ADDITIONAL_CONFIG_KEY = "prefetch_runtime"
+"""Key under which the settings stand in vLLM's `--additional-config`."""
+
+CLI_SPELLING: Mapping[str, str] = {
+    "slots_per_layer": "--moe-expert-cache-size",
+    "expert_cache_gib": "--moe-expert-cache-gib",
+    "mode": "--prefetch-mode",
+    "policy": "--eviction-policy",
+    "predictor": "--predictor",
+    "predictor_widen": "--predictor-widen",
+    "prefetch_budget_mib": "--prefetch-budget-mib",
+    "staging_slots": "--staging-slots",
+    "metrics": "--expert-cache-metrics",
+}
+"""The option of `prefetch-runtime serve` and `generate` that sets each key."""
+
+POLICIES = ("lru", "lfru")
+PREDICTORS = ("none",)
+
+
+def spelled(key: str) -> str:
+    """Both names of a setting for messages, as in `'slots_per_layer' (--moe-expert-cache-size)`."""
+    option = CLI_SPELLING.get(key)
+    return f"'{key}' ({option})" if option else f"'{key}'"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the setting and the remedy."""
+
+
+class PrefetchConfig(BaseModel):
+    """Settings of the expert cache.
+
+    Build it with `PrefetchConfig.from_mapping`, which words its errors for users.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    slots_per_layer: int | Literal["auto"] = 0
+    """Experts of each MoE layer on the device; 0 = off, "auto" = what the KV cache leaves."""
+    expert_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The same as a total in GiB over all layers; excludes `slots_per_layer`."""
+    mode: Mode = "auto"
+    """Where the mapping is decided; "auto" takes the fastest mode that device and vLLM allow."""
+    policy: str = "lru"
+    """Which slot a newcomer takes: "lru" or "lfru"."""
+    predictor: str = "none"
+    """Guesses the next layer's experts ahead of its router."""
+    predictor_widen: int = Field(default=2, ge=1, le=16)
+    """Experts that a prediction names, as a multiple of top_k."""
+    prefetch_budget_mib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Bytes of speculation per layer and step; None lets the runtime set it."""
+    staging_slots: int = Field(default=16, ge=2, le=1024)
+    """Experts in the ring, shared by all layers, through which wide steps stream absent experts."""
+    metrics: bool = False
+    """Publish the counters for Prometheus."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "PrefetchConfig":
+        if isinstance(self.slots_per_layer, int) and self.slots_per_layer < 0:
+            raise ValueError(
+                f"{spelled('slots_per_layer')} must be 0 (off), a positive number of experts or "
+                f"'auto', got {self.slots_per_layer}"
+            )
+        if self.expert_cache_gib is not None and self.slots_per_layer != 0:
+            raise ValueError(
+                f"{spelled('slots_per_layer')} and {spelled('expert_cache_gib')} both size the "
+                "cache; give one of them"
+            )
+        _check_name("policy", self.policy, POLICIES)
+        _check_name("predictor", self.predictor, PREDICTORS)
+        if self.metrics:
+            raise ValueError(f"{spelled('metrics')} is not available in this version; leave it out")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a cache at all; off means that vLLM runs untouched."""
+        return self.slots_per_layer != 0 or self.expert_cache_gib is not None
+
+    @classmethod
+    def from_mapping(cls, settings: object) -> "PrefetchConfig":
+        """The settings in `settings`, a mapping as it stands in `--additional-config`.
+
+        Raises:
+            ConfigError: unknown or misspelt key, wrong type, value out of range, or two settings
+                that exclude each other. The message names the key and the command-line option.
+        """
+        if settings is None:
+            return cls()
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"'{ADDITIONAL_CONFIG_KEY}' in --additional-config must be an object such as "
+                f'{{"slots_per_layer": 48}}, got {settings!r}'
+            )
+        unknown = [key for key in settings if key not in cls.model_fields]
+        if unknown:
+            raise ConfigError(_unknown_key(str(unknown[0])))
+        try:
+            return cls.model_validate(dict(settings))
+        except ValidationError as error:
+            raise ConfigError(_worded(error)) from None
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> "PrefetchConfig":
+        """The settings in the whole of vLLM's `additional_config`; none there means off."""
+        if not isinstance(additional_config, Mapping):
+            return cls()
+        misspelt = [
+            key
+            for key in additional_config
+            if key != ADDITIONAL_CONFIG_KEY
+            and get_close_matches(str(key), [ADDITIONAL_CONFIG_KEY], n=1, cutoff=0.8)
+        ]
+        if misspelt:
+            raise ConfigError(
+                f"unknown key {misspelt[0]!r} in --additional-config; "
+                f"did you mean {ADDITIONAL_CONFIG_KEY!r}?"
+            )
+        return cls.from_mapping(additional_config.get(ADDITIONAL_CONFIG_KEY))
+
+
+def _check_name(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value in choices:
+        return
+    close = get_close_matches(value, choices, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{spelled(key)} is {value!r}, choose one of {', '.join(choices)}{hint}")
+
+
+def _unknown_key(key: str) -> str:
+    known = list(PrefetchConfig.model_fields)
+    close = get_close_matches(key, known, n=1)
+    hint = f"did you mean {spelled(close[0])}?" if close else f"known are {', '.join(known)}"
+    return f"unknown setting {key!r} in '{ADDITIONAL_CONFIG_KEY}'; {hint}"
+
+
+def _worded(error: ValidationError) -> str:
+    first: Any = error.errors()[0]
+    if not first["loc"]:  # raised by our own check: already worded
+        return str(first["msg"]).removeprefix("Value error, ")
+    key = str(first["loc"][0])
+    if key == "slots_per_layer":
+        expected = "must be a whole number of experts (0 = off) or 'auto'"
+    elif key == "mode":
+        expected = "must be one of auto, full, segmented, eager"
+    else:
+        message = str(first["msg"])
+        expected = message[0].lower() + message[1:].removeprefix("nput ")
+        expected = expected.removeprefix("i")
+    return f"{spelled(key)} {expected}, got {first['input']!r}"

@@ -1,0 +1,44 @@
+"""Puts a given routing in place of the router's, on the device: it works under graph replay."""
+
+import torch
+
+
+class RoutingInjection:
+    """A fixed routing in place of the router's, for measurements and tests.
+
+    Step `clock % steps` of the routing is used; the clock is a device tensor that `advance` moves,
+    so that a captured graph reads another routing at every replay.
+    Shapes: N = steps, L = MoE layers, B = most tokens in a step, K = top_k, T = tokens of a call.
+    """
+
+    def __init__(self, routing: torch.Tensor, device: torch.device) -> None:
+        """`routing`: [N, L, B, K] int; expert ids, distinct within a token.
+
+        Raises:
+            ValueError: another shape, or a negative id.
+        """
+        if routing.dim() != 4 or routing.numel() == 0:
+            raise ValueError(f"routing must be [steps, layers, tokens, top_k], got {routing.shape}")
+        if int(routing.min()) < 0:
+            raise ValueError("routing holds negative expert ids")
+        self.routing = routing.to(device=device, dtype=torch.int32).contiguous()
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def advance(self) -> None:
+        """Go on to the next step of the routing; a device operation that a graph may capture."""
+        self.clock.add_(1).remainder_(self.routing.shape[0])
+
+    def replace(self, layer_idx: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Injected ids of the shape and dtype of [T, K] `topk_ids`.
+
+        Raises:
+            ValueError: the routing has fewer tokens or layers than asked, or another top_k.
+        """
+        _, layers, tokens, top_k = self.routing.shape
+        if topk_ids.shape[0] > tokens or topk_ids.shape[1] != top_k or layer_idx >= layers:
+            raise ValueError(
+                f"the injected routing is for {layers} layers, {tokens} tokens and top {top_k}; "
+                f"layer {layer_idx} asks for {tuple(topk_ids.shape)}"
+            )
+        step = self.routing.index_select(0, self.clock)[0, layer_idx, : topk_ids.shape[0]]
+        return step.to(topk_ids.dtype)

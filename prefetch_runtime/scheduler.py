@@ -1,0 +1,373 @@
+"""One step: read the demand, plan, copy, publish the mapping. Start reading here.
+
+Shapes: E = experts of a layer (global ids), S = slots, T = tokens, K = top_k, L = MoE layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
+from prefetch_runtime.host_store import HostStore, LayerStore
+from prefetch_runtime.policies import create_policy
+from prefetch_runtime.slot_buffers import SlotBuffers
+from prefetch_runtime.slots import SlotTable
+from prefetch_runtime.stats import LayerStats, RuntimeStats
+from prefetch_runtime.waves import cut_by_expert, cut_by_token
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Everything that belongs to one MoE layer's cache."""
+
+    layer_idx: int
+    layer_name: str
+    table: SlotTable
+    store: LayerStore
+    buffers: SlotBuffers
+    mapping: torch.Tensor
+    """[E + 1] int32 on the device: slot of each expert, -1 when absent. The last entry is what an
+    id of -1 becomes, since indexing with -1 reads it."""
+    mapping_staged: torch.Tensor
+    """[E + 1] int32 on the host, pinned on CUDA: the row as it is published next."""
+    local_of: IntArray | None
+    """[E] local id of each global id, -1 for experts of other ranks; None without expert map."""
+    experts_read: int = 0
+    steps: int = 0
+    waves: int = 0
+    last_step: int = field(default=-1)
+
+
+class ExpertWave(NamedTuple):
+    """Experts whose rows are computed together, and where they are."""
+
+    buffers: SlotBuffers
+    """The layer's slots, or half of the staging ring."""
+    expert_map: torch.Tensor
+    """[E] int32 on the device: row of `buffers` of each expert of this wave, -1 for the others."""
+    is_last: bool
+
+
+class Scheduler:
+    """Owns the slots, the policies and the order of copies; one object per worker.
+
+    The device is whatever the buffers live on. On CUDA the calling thread's current stream is the
+    compute stream; nothing here waits for it except the read of the demanded ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        copier: Copier,
+        host_store: HostStore,
+        device: torch.device,
+        policy: str = "lru",
+        staging_slots: int = 16,
+        mode: str = "eager",
+        id_for_padding: int = -1,
+    ) -> None:
+        """`id_for_padding` is the row that an id of -1 is renamed to (see `LayerCache.mapping`)."""
+        self._copier = copier
+        self._host_store = host_store
+        self._device = device
+        self._policy = policy
+        self._staging_slots = staging_slots
+        self._mode = mode
+        self._id_for_padding = id_for_padding
+        self._layers: dict[int, LayerCache] = {}
+        self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], Any] = {}
+        self._now = 1
+        self._closed = False
+
+    # Set-up
+
+    def add_layer(
+        self,
+        layer_idx: int,
+        layer_name: str,
+        store: LayerStore,
+        buffers: SlotBuffers,
+        *,
+        expert_map: torch.Tensor | None = None,
+    ) -> LayerCache:
+        """Put a layer under the scheduler's care; its slots start empty.
+
+        Args:
+            store: the layer's experts on the host.
+            buffers: its slots; the tensors keep their addresses for the scheduler's life.
+            expert_map: [E] global id to local id (row of `store`), -1 for experts that another
+                rank owns; composed with the slot mapping into one tensor. None: ids are local.
+
+        Raises:
+            ValueError: the layer is there already, or the expert map does not fit the store.
+        """
+        if layer_idx in self._layers:
+            raise ValueError(f"layer {layer_idx} ({layer_name}) is already under the scheduler")
+        local_of = None if expert_map is None else _checked_map(expert_map, store.num_experts)
+        num_ids = store.num_experts if local_of is None else len(local_of)
+        pinned = self._device.type == "cuda"
+        row = torch.full((num_ids + 1,), -1, dtype=torch.int32)
+        row[-1] = self._id_for_padding
+        layer = LayerCache(
+            layer_idx=layer_idx,
+            layer_name=layer_name,
+            table=SlotTable(
+                store.num_experts, buffers.num_slots, create_policy(self._policy), layer_idx
+            ),
+            store=store,
+            buffers=buffers,
+            mapping=row.to(self._device, copy=True),
+            mapping_staged=row.pin_memory() if pinned else row,
+            local_of=local_of,
+        )
+        self._layers[layer_idx] = layer
+        self._staging_of(layer)  # now, while vLLM's memory profiler counts what is allocated
+        return layer
+
+    # One step
+
+    def begin_step(self) -> None:
+        """Advance the clock: called once per engine step, before the first layer."""
+        self._now += 1
+
+    def fetch(self, layer_idx: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Make the demanded experts resident; return their slots, [T, K], dtype of `topk_ids`.
+
+        Raises:
+            NotEnoughSlots: more distinct experts than slots; nothing has changed.
+        """
+        layer = self._layers[layer_idx]
+        self._fetch(layer, self._demanded(layer, topk_ids))
+        return self._renamed(layer, topk_ids)
+
+    def _fetch(self, layer: LayerCache, demanded: IntArray) -> None:
+        plan = layer.table.plan(demanded, self._now)
+        self._count_step(layer)
+        layer.waves += 1
+        if plan.loads.size == 0:
+            return
+        copies = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
+        # RAW: whatever follows on the compute stream sees whole experts, the new mapping included.
+        self._copier.wait(copies)
+        self._publish(layer)
+
+    # Wide steps
+
+    def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
+        """Whether the demanded experts fit the slots. Reads the ids only if they might not."""
+        layer = self._layers[layer_idx]
+        num_slots = layer.buffers.num_slots
+        if min(topk_ids.numel(), layer.store.num_experts) <= num_slots:
+            return True
+        return np.unique(self._demanded(layer, topk_ids)).size <= num_slots
+
+    def token_waves(
+        self, layer_idx: int, topk_ids: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Split a wide step by token: yields a run of tokens and its slot ids, [run, K].
+
+        Each run must be computed before the next one is asked for: it may evict the experts of
+        the one before. An expert that two runs need may be copied twice.
+        """
+        layer = self._layers[layer_idx]
+        host_ids = self._local_ids(layer, topk_ids)
+        for run in cut_by_token(host_ids, layer.buffers.num_slots):
+            self._fetch(layer, host_ids[run].ravel())
+            yield run, self._renamed(layer, topk_ids[run])
+
+    def expert_waves(self, layer_idx: int, topk_ids: torch.Tensor) -> Iterator[ExpertWave]:
+        """Split a wide step by expert: residents first, then the absent through the staging ring.
+
+        Each absent expert is copied once, and while one wave is computed the next is on its way.
+        What is resident stays so: a prompt reads every expert once, like a scan, and must not push
+        out what decoding uses. Only empty slots take newcomers, the most demanded first.
+        Each wave must be computed, on the compute stream, before the next one is asked for.
+        """
+        layer = self._layers[layer_idx]
+        demanded = self._demanded(layer, topk_ids)
+        _, absent = layer.table.touch(demanded, self._now)
+        self._count_step(layer)
+        tokens_of = np.bincount(demanded[demanded >= 0], minlength=layer.store.num_experts)
+        absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
+        admitted, slots = layer.table.place_free(absent, self._now)
+        into_slots: CopyTicket | None = None
+        if admitted.size:
+            into_slots = self._copy(layer, admitted, layer.buffers, slots)
+        ring = self._staging_of(layer)
+        waves = cut_by_expert(absent[admitted.size :], ring[0].num_slots)
+        copies: list[CopyTicket] = []
+
+        def start(index: int) -> None:
+            # WAR: the copy waits for what the compute stream has been given so far, which includes
+            # the last reader of this half of the ring (two waves ago).
+            half = ring[index % 2]
+            copies.append(
+                self._copy(layer, waves[index], half, np.arange(waves[index].size, dtype=np.int32))
+            )
+
+        for index in range(min(2, len(waves))):
+            start(index)
+        if into_slots is not None:
+            self._copier.wait(into_slots)  # RAW: the residents' wave reads these slots
+            self._publish(layer)
+        layer.waves += 1 + len(waves)
+        resident = layer.table.mapping[np.unique(demanded[demanded >= 0])] >= 0
+        if resident.any() or not waves:
+            mapped = self._expert_map(layer, layer.table.mapping)
+            yield ExpertWave(layer.buffers, mapped, is_last=not waves)
+        for index, experts in enumerate(waves):
+            row_of = np.full(layer.store.num_experts, -1, dtype=np.int32)
+            row_of[experts] = np.arange(experts.size, dtype=np.int32)
+            mapped = self._expert_map(layer, row_of)
+            self._copier.wait(copies[index])  # RAW: the wave reads this half of the ring
+            yield ExpertWave(ring[index % 2], mapped, is_last=index + 1 == len(waves))
+            if index + 2 < len(waves):
+                start(index + 2)
+
+    # Looking at it
+
+    def layer(self, layer_idx: int) -> LayerCache:
+        """One layer's cache; for tests and audits."""
+        return self._layers[layer_idx]
+
+    @property
+    def layers(self) -> Sequence[LayerCache]:
+        """All layers, in order of their index."""
+        return [self._layers[index] for index in sorted(self._layers)]
+
+    def slot_buffers(self, layer_idx: int) -> SlotBuffers:
+        """The slots of a layer."""
+        return self._layers[layer_idx].buffers
+
+    def stats(self) -> RuntimeStats:
+        """The counters as they are now."""
+        layers = self.layers
+        staging = {id(half): half for ring in self._staging.values() for half in ring}
+        return RuntimeStats(
+            mode=self._mode,
+            policy=self._policy,
+            slot_bytes=sum(layer.buffers.nbytes for layer in layers),
+            staging_bytes=sum(half.nbytes for half in staging.values()),
+            host_bytes=self._host_store.total_bytes,
+            pinned_bytes=self._host_store.pinned_bytes,
+            layers=[_layer_stats(layer) for layer in layers],
+        )
+
+    def reset(self) -> None:
+        """Empty every slot and restart the counters; what the device still reads stays in place."""
+        self._copier.synchronize()
+        for layer in self._layers.values():
+            layer.table.clear()
+            layer.experts_read = layer.steps = layer.waves = 0
+            layer.last_step = -1
+            self._publish(layer)
+        self._now = 1
+
+    def close(self) -> None:
+        """Drain the copies and free what the scheduler holds. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        # Copies read the host store and write the slots, so they end first.
+        self._copier.close()
+        self._layers.clear()
+        self._staging.clear()
+        self._host_store.close()
+
+    # Parts
+
+    def _demanded(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
+        return self._local_ids(layer, topk_ids).ravel()
+
+    def _local_ids(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
+        """[T, K] local ids on the host; this is where the host waits for the router."""
+        ids: IntArray = topk_ids.cpu().numpy().astype(np.int32, copy=False)
+        if layer.local_of is None:
+            return ids
+        return np.where(ids >= 0, layer.local_of[ids], -1).astype(np.int32, copy=False)
+
+    def _renamed(self, layer: LayerCache, topk_ids: torch.Tensor) -> torch.Tensor:
+        return layer.mapping[topk_ids.long()].to(topk_ids.dtype)
+
+    def _copy(
+        self, layer: LayerCache, experts: IntArray, buffers: SlotBuffers, rows: IntArray
+    ) -> CopyTicket:
+        layer.experts_read += experts.size
+        return self._copier.submit(
+            [
+                CopyJob(layer.store, expert, buffers, row)
+                for expert, row in zip(experts.tolist(), rows.tolist(), strict=True)
+            ]
+        )
+
+    def _publish(self, layer: LayerCache) -> None:
+        """Write the layer's mapping to the device, after the bytes on the compute stream.
+
+        The staged row may still be read by an earlier publication of this layer, but only until
+        the host has seen ids that were computed after it: `_local_ids` waits for those first.
+        """
+        slots = layer.table.mapping
+        if layer.local_of is not None:
+            slots = np.where(layer.local_of >= 0, slots[layer.local_of], -1)
+        layer.mapping_staged[:-1].numpy()[:] = slots
+        if layer.mapping_staged is not layer.mapping:
+            layer.mapping.copy_(layer.mapping_staged, non_blocking=True)
+
+    def _expert_map(self, layer: LayerCache, row_of: IntArray) -> torch.Tensor:
+        rows = (
+            row_of
+            if layer.local_of is None
+            else np.where(layer.local_of >= 0, row_of[layer.local_of], -1).astype(np.int32)
+        )
+        return torch.from_numpy(rows.copy()).to(self._device)
+
+    def _staging_of(self, layer: LayerCache) -> Sequence[SlotBuffers]:
+        """The two halves of the staging ring for this layer's kind of record."""
+        key = tuple((f.name, f.shape, f.dtype) for f in layer.store.layout.fields)
+        if key not in self._staging:
+            half = min(max(1, self._staging_slots // 2), layer.store.num_experts)
+            # The CPU device splits by token and never stages.
+            rows = half if self._device.type == "cuda" else 1
+            self._staging[key] = [
+                SlotBuffers(rows, layer.store.layout, self._device) for _ in range(2)
+            ]
+        ring: Sequence[SlotBuffers] = self._staging[key]
+        return ring
+
+    def _count_step(self, layer: LayerCache) -> None:
+        if layer.last_step != self._now:
+            layer.last_step = self._now
+            layer.steps += 1
+
+
+def _checked_map(expert_map: torch.Tensor, num_local: int) -> IntArray:
+    local_of: IntArray = expert_map.cpu().numpy().astype(np.int32)
+    owned = np.sort(local_of[local_of >= 0])
+    if local_of.ndim != 1 or not np.array_equal(owned, np.arange(num_local)):
+        raise ValueError(
+            f"expert_map must be [global experts] and name each of the {num_local} local experts "
+            f"once, -1 elsewhere; got shape {tuple(local_of.shape)} with local ids {owned.tolist()}"
+        )
+    return local_of
+
+
+def _layer_stats(layer: LayerCache) -> LayerStats:
+    counters = layer.table.counters
+    return LayerStats(
+        layer_idx=layer.layer_idx,
+        layer_name=layer.layer_name,
+        num_experts=layer.store.num_experts,
+        num_slots=layer.buffers.num_slots,
+        steps=layer.steps,
+        hits=counters.hits,
+        misses=counters.misses,
+        evictions=counters.evictions,
+        waves=layer.waves,
+        bytes_copied=layer.experts_read * layer.store.layout.payload_bytes,
+    )

@@ -1,0 +1,63 @@
+"""Counters of the expert cache, read as a snapshot."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStats:
+    """What one MoE layer's cache has done since the last reset.
+
+    Hits and misses count *distinct* experts per layer and step (per wave of tokens on a CPU
+    device), not (token, k) assignments.
+    """
+
+    layer_idx: int
+    layer_name: str
+    num_experts: int
+    num_slots: int
+    steps: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    waves: int = 0
+    bytes_copied: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of demanded experts already resident, 0 to 1; 0.0 before any demand."""
+        demanded = self.hits + self.misses
+        return self.hits / demanded if demanded else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeStats:
+    """Counters of all layers, and the memory that the cache holds."""
+
+    mode: str
+    policy: str
+    slot_bytes: int
+    staging_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    layers: Sequence[LayerStats]
+
+    def total(self, counter: str) -> int:
+        """Sum of one integer counter over the layers."""
+        return sum(int(getattr(layer, counter)) for layer in self.layers)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of demanded experts already resident over all layers, 0 to 1."""
+        demanded = self.total("hits") + self.total("misses")
+        return self.total("hits") / demanded if demanded else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, as a worker returns them over RPC."""
+        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RuntimeStats":
+        """The inverse of `as_dict`."""
+        return cls(**{**values, "layers": [LayerStats(**layer) for layer in values["layers"]]})

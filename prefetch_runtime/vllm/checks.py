@@ -1,0 +1,160 @@
+"""Refuses, before anything is loaded, what the cache cannot serve exactly."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
+
+from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
+
+
+class UnsupportedError(ConfigError):
+    """A vLLM option or model that the expert cache cannot serve exactly."""
+
+
+def check_vllm_config(vllm_config: VllmConfig, config: PrefetchConfig) -> None:
+    """Raise UnsupportedError for the first option that rules the cache out.
+
+    Raises:
+        UnsupportedError: names the vLLM option and what to do.
+    """
+    for option, is_set, remedy in _refusals(vllm_config):
+        if is_set:
+            raise UnsupportedError(
+                f"the expert cache ({spelled('slots_per_layer')}) does not support {option}; "
+                f"{remedy}"
+            )
+    if config.mode in ("full", "segmented") and not current_platform.is_cuda():
+        raise UnsupportedError(
+            f"{spelled('mode')} {config.mode!r} needs a CUDA device, this is "
+            f"{current_platform.device_type!r}; use mode 'eager' or 'auto'"
+        )
+    if current_platform.is_cpu() and (
+        vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
+    ):
+        raise UnsupportedError(
+            "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide "
+            "anything; add --enforce-eager"
+        )
+    if not vllm_config.model_config.is_moe:
+        raise UnsupportedError(
+            f"{vllm_config.model_config.model} has no experts (a dense model), so there is nothing "
+            f"to cache; leave {spelled('slots_per_layer')} out"
+        )
+
+
+def check_slots(
+    num_slots: int, *, top_k: int, num_experts: int, layer_name: str, asked: str
+) -> None:
+    """Raise ConfigError unless top_k <= num_slots <= num_experts."""
+    if num_slots < top_k:
+        raise ConfigError(
+            f"{asked} gives {num_slots} slots to {layer_name}, but one token needs {top_k} experts "
+            f"at once; set {spelled('slots_per_layer')} between {top_k} and {num_experts}"
+        )
+    if num_slots > num_experts:
+        raise ConfigError(
+            f"{asked} asks for {num_slots} slots, but {layer_name} has only {num_experts} experts; "
+            f"set {spelled('slots_per_layer')} between {top_k} and {num_experts}"
+        )
+
+
+def prepare_compilation(vllm_config: VllmConfig, *, mode: str, version: str) -> None:
+    """Keep the MoE op out of captured pieces, and the compile cache apart from other runs.
+
+    In `eager` mode the host decides at every MoE layer, so no graph may hold the op: FULL graphs
+    are turned into PIECEWISE ones. PIECEWISE pieces stop before and after the op in every mode.
+    """
+    compilation = vllm_config.compilation_config
+    if compilation.mode == CompilationMode.VLLM_COMPILE:
+        splitting = list(compilation.splitting_ops or ())
+        for op in ("vllm::moe_forward", "vllm::moe_forward_shared"):
+            if op not in splitting:
+                splitting.append(op)
+        compilation.splitting_ops = splitting
+    if mode == "eager" and compilation.cudagraph_mode is not None:
+        compilation.cudagraph_mode = _without_full_graphs(compilation.cudagraph_mode)
+    # vLLM hashes additional_config into the key of its compile cache, but not the worker class.
+    additional = dict(vllm_config.additional_config or {})
+    additional["prefetch_runtime_version"] = version
+    vllm_config.additional_config = additional
+
+
+def _without_full_graphs(mode: CUDAGraphMode) -> CUDAGraphMode:
+    if not mode.has_full_cudagraphs():
+        return mode
+    if mode.has_piecewise_cudagraphs():
+        return CUDAGraphMode.PIECEWISE
+    return CUDAGraphMode.NONE
+
+
+def check_layers_are_ours(
+    modules: Iterable[tuple[str, torch.nn.Module]],
+    routed_experts: type[torch.nn.Module],
+    is_ours: Callable[[torch.nn.Module], bool],
+) -> None:
+    """Raise UnsupportedError if a layer with experts is not served from the cache."""
+    found = False
+    for name, module in modules:
+        if not isinstance(module, routed_experts):
+            continue
+        found = True
+        if not is_ours(module):
+            raise UnsupportedError(
+                f"{name} brings its own experts class {type(module).__name__}, which the expert "
+                f"cache cannot replace; leave {spelled('slots_per_layer')} out for this model"
+            )
+    if not found:
+        raise UnsupportedError(
+            "the model has no MoE layer that vLLM's RoutedExperts runs, so there is nothing to "
+            f"cache; leave {spelled('slots_per_layer')} out"
+        )
+
+
+def _refusals(vllm_config: VllmConfig) -> Iterable[tuple[str, bool, str]]:
+    parallel = vllm_config.parallel_config
+    for option, size in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--data-parallel-size", parallel.data_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+    ):
+        yield f"{option} {size}", size > 1, "it runs on one GPU: use 1"
+    yield "--enable-expert-parallel", parallel.enable_expert_parallel, "leave it out"
+    yield (
+        "--enable-dbo",
+        parallel.enable_dbo,
+        "two micro-batches would share the slots; leave it out",
+    )
+    yield "--enable-eplb", parallel.enable_eplb, "EPLB moves experts by itself; leave it out"
+    yield "LoRA (--enable-lora)", vllm_config.lora_config is not None, "serve without adapters"
+    yield (
+        "sleep mode (--enable-sleep-mode)",
+        bool(vllm_config.model_config.enable_sleep_mode),
+        "the slots cannot be discarded yet; leave it out",
+    )
+    yield (
+        "speculative decoding (--speculative-config)",
+        vllm_config.speculative_config is not None,
+        "leave it out",
+    )
+    yield (
+        "weight transfer (--weight-transfer-config)",
+        vllm_config.weight_transfer_config is not None,
+        "experts are loaded once, at start; leave it out",
+    )
+    yield from _offload_refusals(vllm_config.offload_config)
+
+
+def _offload_refusals(offload: Any) -> Iterable[tuple[str, bool, str]]:
+    remedy = "vLLM's offloaders would move the same weights; use one or the other"
+    yield f"--cpu-offload-gb {offload.uva.cpu_offload_gb:g}", offload.uva.cpu_offload_gb > 0, remedy
+    yield (
+        f"--offload-group-size {offload.prefetch.offload_group_size}",
+        offload.prefetch.offload_group_size > 0,
+        remedy,
+    )
+    yield f"--offload-backend {offload.offload_backend}", offload.offload_backend != "auto", remedy

@@ -1,0 +1,179 @@
+"""What the worker builds once and every MoE layer uses: store, copier, scheduler, slot counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from prefetch_runtime.config import PrefetchConfig, spelled
+from prefetch_runtime.copier import create_copier
+from prefetch_runtime.host_store import HostStore, LayerStore
+from prefetch_runtime.injection import RoutingInjection
+from prefetch_runtime.scheduler import Scheduler
+from prefetch_runtime.vllm.checks import check_slots
+
+logger = init_logger(__name__)
+
+_current: ContextVar["PrefetchEngine"] = ContextVar("prefetch_engine")
+
+
+class PrefetchEngine:
+    """Owns the expert cache of one worker."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, config: PrefetchConfig, device: torch.device
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.host_store = HostStore()
+        self.mode = "eager"
+        self.scheduler = Scheduler(
+            copier=create_copier(device),
+            host_store=self.host_store,
+            device=device,
+            policy=config.policy,
+            staging_slots=config.staging_slots,
+            mode=self.mode,
+            # vLLM 0.26's kernels cannot take -1 after a remap. Rows whose id is -1 belong to no
+            # token, and vLLM drops what they yield, so any slot will do.
+            id_for_padding=0,
+        )
+        self.injection: RoutingInjection | None = None
+        self._vllm_config = vllm_config
+        self._num_layers = 0
+        self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._auto: float | None = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within this context the layers that vLLM builds belong to this engine."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def next_layer_idx(self) -> int:
+        """Number the MoE layers in the order in which the model builds them."""
+        self._num_layers += 1
+        return self._num_layers - 1
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's storage is in the host store."""
+        if parameter.device.type != "cpu":
+            return False
+        address = parameter.data_ptr()
+        return any(
+            store.address <= address < store.address + store.nbytes
+            for store in self.host_store.layers
+        )
+
+    def slots_for(self, layer_name: str, store: LayerStore, *, top_k: int, is_first: bool) -> int:
+        """How many experts of a layer fit on the device.
+
+        Raises:
+            ConfigError: fewer than top_k or more than the layer's experts.
+        """
+        config = self.config
+        if config.expert_cache_gib is not None:
+            asked = f"{spelled('expert_cache_gib')} {config.expert_cache_gib:g}"
+            num_slots = self._slots_within(config.expert_cache_gib * 2**30, store)
+        elif config.slots_per_layer == "auto":
+            asked = f"{spelled('slots_per_layer')} 'auto'"
+            num_slots = self._slots_within(self._auto_bytes(), store)
+        else:
+            asked = f"{spelled('slots_per_layer')} {config.slots_per_layer}"
+            num_slots = config.slots_per_layer
+        check_slots(
+            num_slots,
+            top_k=top_k,
+            num_experts=store.num_experts,
+            layer_name=layer_name,
+            asked=asked,
+        )
+        if is_first:
+            logger.info(
+                "Expert cache: %d of %d experts per MoE layer on the device (%s), mode %s",
+                num_slots,
+                store.num_experts,
+                asked,
+                self.mode,
+            )
+        return num_slots
+
+    def _slots_within(self, budget_bytes: float, store: LayerStore) -> int:
+        """Slots per layer, the same for all, that fit a budget for all layers together."""
+        per_slot = sum(layer.layout.payload_bytes for layer in self.host_store.layers)
+        return min(int(budget_bytes // per_slot), store.num_experts)
+
+    def _auto_bytes(self) -> float:
+        """The budget of 'auto'; decided once, at the first layer, before any slot is allocated."""
+        if self._auto is None:
+            self._auto = auto_budget(self._vllm_config, self.device, self.host_store.total_bytes)
+        return self._auto
+
+    def wave_rows(self, top_k: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[max tokens, top_k, hidden] that keeps a wide step's rows apart; shared by all layers."""
+        key = (top_k, hidden_size, dtype)
+        if key not in self._wave_rows:
+            max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+            self._wave_rows[key] = torch.empty(
+                (max_tokens, top_k, hidden_size), dtype=dtype, device=self.device
+            )
+        return self._wave_rows[key]
+
+    def routed(self, layer_idx: int, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The router's ids, or injected ones in their place (for measurements)."""
+        if self.injection is None:
+            return topk_ids
+        return self.injection.replace(layer_idx, topk_ids)
+
+    def close(self) -> None:
+        """Free the cache. Safe to call twice."""
+        self.scheduler.close()
+        self._wave_rows.clear()
+
+
+def current_engine() -> PrefetchEngine:
+    """The engine whose model is being built.
+
+    Raises:
+        RuntimeError: no worker of ours is loading a model.
+    """
+    try:
+        return _current.get()
+    except LookupError:
+        raise RuntimeError(
+            "PrefetchRoutedExperts was built outside PrefetchWorker.load_model; start vLLM with "
+            "--worker-cls prefetch_runtime.vllm.PrefetchWorker"
+        ) from None
+
+
+def auto_budget(vllm_config: VllmConfig, device: torch.device, experts_bytes: int) -> float:
+    """Device bytes for slots when the user leaves the choice to us.
+
+    The KV cache is planned first: what `--kv-cache-memory-bytes` says, else room for eight
+    sequences of full length, but at most half of what the dense weights leave. A tenth of the
+    budget stays free for activations. On a CPU device half of the experts are cached.
+    """
+    if device.type != "cuda":
+        return experts_bytes / 2
+    total = torch.cuda.get_device_properties(device).total_memory
+    cache = vllm_config.cache_config
+    left = total * cache.gpu_memory_utilization * 0.9 - torch.cuda.memory_allocated(device)
+    if cache.kv_cache_memory_bytes is not None:
+        return float(max(0.0, left - cache.kv_cache_memory_bytes))
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    per_token = (
+        2
+        * model.get_num_kv_heads(parallel)
+        * model.get_head_size()
+        * model.get_num_layers(parallel)
+        * torch.empty(0, dtype=model.dtype).element_size()
+    )
+    sequences = min(8, vllm_config.scheduler_config.max_num_seqs)
+    return float(max(0.0, left - min(left / 2, sequences * model.max_model_len * per_token)))

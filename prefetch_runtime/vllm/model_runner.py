@@ -1,0 +1,53 @@
+"""The model runner: vLLM's own, V1 or V2, with a scheduler that is told when a step begins."""
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from prefetch_runtime.scheduler import Scheduler
+from prefetch_runtime.vllm.checks import check_layers_are_ours
+from prefetch_runtime.vllm.engine import PrefetchEngine
+from prefetch_runtime.vllm.routed_experts import PrefetchRoutedExperts
+
+
+class PrefetchModelRunner:
+    """Mixed into whichever runner class vLLM chose (see `adopt`)."""
+
+    prefetch_engine: PrefetchEngine
+    scheduler: Scheduler
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load as vLLM does, with the experts on the host; then insist that every layer is ours."""
+        with self.prefetch_engine.loading():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        check_layers_are_ours(
+            self.get_model().named_modules(),  # type: ignore[attr-defined]
+            RoutedExperts,
+            lambda layer: isinstance(layer, PrefetchRoutedExperts),
+        )
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """One engine step: the clock moves before the first layer runs."""
+        self.scheduler.begin_step()
+        return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+
+
+@cache
+def runner_class(base: Any) -> type:
+    """`PrefetchModelRunner` on top of a runner class of vLLM's."""
+    return type(f"Prefetch{base.__name__}", (PrefetchModelRunner, base), {})
+
+
+def adopt(runner: Any, engine: PrefetchEngine) -> Any:
+    """Turn the runner that vLLM built into ours. Its class changes, its state does not.
+
+    vLLM before 0.33 builds its runner inside `Worker.init_device`, with no place to hand in a
+    class; re-classing the instance works with every version and for both runners.
+    """
+    chosen: Hashable = type(runner)
+    runner.__class__ = runner_class(chosen)
+    runner.prefetch_engine = engine
+    runner.scheduler = engine.scheduler
+    return runner

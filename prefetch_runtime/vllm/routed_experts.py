@@ -1,0 +1,198 @@
+"""The experts of one MoE layer, served from slots: replaces vLLM's `RoutedExperts`."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from prefetch_runtime.provider import CachedWeightProvider
+from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
+from prefetch_runtime.vllm.kernels import RowKeeper, TunedConfigs, check_kernel, launched_as
+from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
+
+REPLACED = "RoutedExperts"
+
+
+class PrefetchRoutedExperts(RoutedExperts):
+    """vLLM's `RoutedExperts` with its weights in the host store and its kernel on the slots.
+
+    The parameters `w13_weight`, `w2_weight` and what else the format needs are [S, ...] slots once
+    the model is loaded; `forward_modular` renames expert ids to slots before the kernel sees them.
+    """
+
+    _cache_provider: CachedWeightProvider | None = None
+    _wave_map: torch.Tensor | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._cache_engine: PrefetchEngine = current_engine()
+        self._cache_layer_idx = self._cache_engine.next_layer_idx()
+        self._cache_store: Any = None
+        super().__init__(*args, **kwargs)
+
+    # Loading
+
+    def _get_quant_method(self, *args: Any, **kwargs: Any) -> Any:
+        method = super()._get_quant_method(*args, **kwargs)
+        create, process = method.create_weights, method.process_weights_after_loading
+
+        def create_weights(layer: Any, **arguments: Any) -> None:
+            self._cache_store = create_on_host(
+                create,
+                layer,
+                layer_idx=self._cache_layer_idx,
+                num_experts=self.local_num_experts,
+                host_store=self._cache_engine.host_store,
+                arguments=arguments,
+            )
+
+        def process_weights_after_loading(layer: Any) -> None:
+            assert layer is self
+            self._move_in(process)
+
+        # On the instance: vLLM asks for the method's type and name elsewhere.
+        method.create_weights = create_weights
+        method.process_weights_after_loading = process_weights_after_loading
+        return method
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The parameters that are not in the host store.
+
+        vLLM's loader asks a layer for its parameters in order to move those on the host to the
+        device, all experts at once. The model's own walk does not come through here, so that
+        checkpoints are still loaded into the host store by name.
+        """
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            if self._cache_provider is not None or not self._cache_engine.holds(parameter):
+                yield name, parameter
+
+    def _move_in(self, process: Any) -> None:
+        """Post-process the experts and put the layer under the scheduler's care."""
+        engine = self._cache_engine
+        num_slots = engine.slots_for(
+            self.layer_name, self._cache_store, top_k=self.top_k, is_first=self._is_first
+        )
+        store, buffers = process_in_chunks(
+            process,
+            self,
+            store=self._cache_store,
+            num_slots=num_slots,
+            device=engine.device,
+            host_store=engine.host_store,
+        )
+        self._cache_store = store
+        self._experts = check_kernel(self.layer_name, self.quant_method)
+        engine.scheduler.add_layer(
+            self._cache_layer_idx, self.layer_name, store, buffers, expert_map=self.expert_map
+        )
+        self._tuned: TunedConfigs | None = None
+        self._rows: RowKeeper | None = None
+        if engine.device.type == "cuda":
+            self._tuned = TunedConfigs(self._experts, store.num_experts, self.top_k)
+            self._rows = RowKeeper(
+                self._experts, engine.wave_rows(self.top_k, self.hidden_size, self.params_dtype)
+            )
+        self._cache_provider = CachedWeightProvider(engine.scheduler, self._cache_layer_idx)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._cache_layer_idx == 0
+
+    # Serving
+
+    @property
+    def expert_map(self) -> torch.Tensor | None:
+        """[E] row of each expert in the present wave, or vLLM's own map outside of waves."""
+        if self._wave_map is not None:
+            return self._wave_map
+        inherited: torch.Tensor | None = super().expert_map
+        return inherited
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the routed experts on [T, H] `x`, bit for bit as if all were on the device."""
+        engine, provider = self._cache_engine, self._cache_provider
+        assert provider is not None, "forward before the weights were loaded"
+        topk_ids = engine.routed(self._cache_layer_idx, topk_ids)
+        scheduler = engine.scheduler
+        with ExitStack() as stack:
+            if self._tuned is not None:
+                config = self._tuned.of(x, self.w13_weight, self.w2_weight)
+                stack.enter_context(launched_as(config))
+            if scheduler.fits(self._cache_layer_idx, topk_ids):
+                slot_ids = provider.prepare(topk_ids).topk_ids
+                return super().forward_modular(x, topk_weights, slot_ids, *args, **kwargs)
+            if self._rows is None:
+                return self._forward_by_token(x, topk_weights, topk_ids, *args, **kwargs)
+            return self._forward_by_expert(x, topk_weights, topk_ids, *args, **kwargs)
+
+    def _forward_by_token(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        output = torch.empty_like(x)
+        waves = self._cache_engine.scheduler.token_waves(self._cache_layer_idx, topk_ids)
+        for run, slot_ids in waves:
+            output[run] = super().forward_modular(
+                x[run], topk_weights[run], slot_ids, *args, **kwargs
+            )
+        return output
+
+    def _forward_by_expert(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._rows is not None
+        slots = {
+            name: parameter.data
+            for name, parameter in self._parameters.items()
+            if parameter is not None
+        }
+        output: Any = None
+        try:
+            for wave in self._cache_engine.scheduler.expert_waves(self._cache_layer_idx, topk_ids):
+                for name, tensor in wave.buffers.tensors.items():
+                    self._parameters[name].data = tensor
+                self._wave_map = wave.expert_map
+                in_wave = wave.expert_map[topk_ids.long()] >= 0
+                with self._rows.wave(in_wave, is_last=wave.is_last):
+                    output = super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
+        finally:
+            self._wave_map = None
+            for name, tensor in slots.items():
+                self._parameters[name].data = tensor
+        return output
+
+
+def register() -> None:
+    """Let vLLM build `PrefetchRoutedExperts` wherever a model asks for `RoutedExperts`."""
+    if op_registry_oot.get(REPLACED) is PrefetchRoutedExperts:
+        return
+    if REPLACED in op_registry_oot:
+        raise RuntimeError(
+            f"another plugin has replaced vLLM's {REPLACED} with "
+            f"{op_registry_oot[REPLACED].__name__}; the expert cache cannot stack on it"
+        )
+    PluggableLayer.register_oot(name=REPLACED)(PrefetchRoutedExperts)
+
+
+def unregister() -> None:
+    """Undo `register`, so that the next model of this process is vLLM's own."""
+    if op_registry_oot.get(REPLACED) is PrefetchRoutedExperts:
+        del op_registry_oot[REPLACED]

@@ -1,0 +1,124 @@
+"""`--worker-cls prefetch_runtime.vllm.PrefetchWorker`: a vLLM worker with an expert cache."""
+
+from typing import Any, NoReturn
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+import prefetch_runtime
+from prefetch_runtime.audit import audit
+from prefetch_runtime.config import PrefetchConfig, spelled
+from prefetch_runtime.vllm import routed_experts
+from prefetch_runtime.vllm.checks import UnsupportedError, check_vllm_config, prepare_compilation
+from prefetch_runtime.vllm.engine import PrefetchEngine
+from prefetch_runtime.vllm.model_runner import adopt
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as BaseWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as BaseWorker
+
+logger = init_logger(__name__)
+
+
+class PrefetchWorker(BaseWorker):
+    """vLLM's worker for the platform, with the experts in host memory and a slot cache before them.
+
+    Without settings, or with `slots_per_layer` 0, it is vLLM's worker and nothing else.
+    """
+
+    prefetch_engine: PrefetchEngine | None = None
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError for settings, options or models that the cache cannot serve."""
+        self.prefetch_config = PrefetchConfig.from_additional_config(vllm_config.additional_config)
+        if self.prefetch_config.enabled:
+            check_vllm_config(vllm_config, self.prefetch_config)
+            prepare_compilation(vllm_config, mode="eager", version=prefetch_runtime.__version__)
+            routed_experts.register()
+        else:
+            routed_experts.unregister()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        """Build vLLM's runner, then put the expert cache beside it."""
+        super().init_device()
+        if self.prefetch_config.enabled:
+            self.prefetch_engine = PrefetchEngine(
+                self.vllm_config, self.prefetch_config, self.device
+            )
+            self.model_runner: Any = adopt(self.model_runner, self.prefetch_engine)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model; a failure leaves no pinned memory behind."""
+        try:
+            super().load_model(*args, **kwargs)
+        except BaseException:
+            self._close_cache()
+            raise
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, then forget what the warm-up routed: its tokens were not real."""
+        times = super().compile_or_warm_up_model()
+        if self.prefetch_engine is not None:
+            self.prefetch_engine.scheduler.reset()
+        return times
+
+    def shutdown(self) -> None:
+        """Shut down, the cache last: vLLM's graphs hold addresses of its slots."""
+        super().shutdown()
+        self._close_cache()
+
+    def _close_cache(self) -> None:
+        if self.prefetch_engine is not None:
+            self.prefetch_engine.close()
+            routed_experts.unregister()
+
+    # Called by name through `LLM.collective_rpc`
+
+    def prefetch_stats(self) -> dict[str, Any] | None:
+        """The counters (`RuntimeStats.as_dict`), or None when the cache is off."""
+        if self.prefetch_engine is None:
+            return None
+        return self.prefetch_engine.scheduler.stats().as_dict()
+
+    def prefetch_reset(self) -> None:
+        """Empty the cache and restart the counters. Between requests only."""
+        if self.prefetch_engine is not None:
+            self.prefetch_engine.scheduler.reset()
+
+    def prefetch_audit(self) -> list[str]:
+        """What is wrong with the slots now: empty when every mapped byte equals the host store."""
+        if self.prefetch_engine is None:
+            return []
+        return audit(self.prefetch_engine.scheduler)
+
+    # Refused while the cache is on
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: experts are loaded once, at start."""
+        if self.prefetch_engine is None:
+            super().reload_weights(*args, **kwargs)
+            return
+        self._refuse("reloading weights")
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: experts are loaded once, at start."""
+        if self.prefetch_engine is None:
+            super().update_weights(*args, **kwargs)
+            return
+        self._refuse("updating weights")
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: the slots cannot be discarded yet."""
+        if self.prefetch_engine is None:
+            super().sleep(*args, **kwargs)
+            return
+        self._refuse("sleep mode")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{what} is not supported with the expert cache ({spelled('slots_per_layer')}); "
+            "restart without it"
+        )

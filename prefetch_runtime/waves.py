@@ -1,0 +1,43 @@
+"""Splits a step that needs more experts than there are slots. Decides only; moves nothing."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+def cut_by_token(topk_ids: npt.NDArray[np.integer], num_slots: int) -> Iterator[slice]:
+    """Runs of consecutive tokens, each of which needs at most `num_slots` distinct experts.
+
+    Args:
+        topk_ids: [tokens, top_k], -1 means no expert.
+        num_slots: at least the number of distinct experts of any one token.
+
+    Raises:
+        ValueError: one token alone needs more than `num_slots`.
+    """
+    start, held = 0, set[int]()
+    for token, row in enumerate(topk_ids.tolist()):
+        needed = {expert for expert in row if expert >= 0}
+        if len(needed) > num_slots:
+            raise ValueError(
+                f"token {token} alone needs {len(needed)} experts of {num_slots} slots"
+            )
+        grown = held | needed
+        if len(grown) > num_slots:
+            yield slice(start, token)
+            start, held = token, needed
+        else:
+            held = grown
+    if start < len(topk_ids):
+        yield slice(start, len(topk_ids))
+
+
+def cut_by_expert(absent: Sequence[int] | IntArray, wave_size: int) -> list[IntArray]:
+    """Absent experts in waves of at most `wave_size`, in the given order."""
+    if wave_size < 1:
+        raise ValueError(f"wave_size must be at least 1, got {wave_size}")
+    ids = np.asarray(absent, dtype=np.int32)
+    return [ids[at : at + wave_size] for at in range(0, len(ids), wave_size)]
