@@ -1,0 +1,42 @@
+"""Least recently used: the score is the step of the last use."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .base import DeviceForm, IntArray
+
+tl: Any  # triton.language, once device_form() has been called
+
+
+class LRU:
+    """Evicts the expert whose last use is longest ago."""
+
+    name: ClassVar[str] = "lru"
+    units_per_step: ClassVar[int] = 1
+
+    def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
+        return np.full(len(scores), now, dtype=np.int32)
+
+    def insert(self, expert_ids: IntArray, now: int) -> IntArray:
+        return np.full(len(expert_ids), now, dtype=np.int32)
+
+    def miss(self, expert_ids: IntArray, now: int) -> None:
+        pass
+
+
+def device_form() -> DeviceForm:
+    """The same policy for a Triton kernel. Raises ImportError where triton is not installed."""
+    global tl  # Triton's interpreter looks for its language among a function's globals
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def lru_hit(old_score, now):  # type: ignore[no-untyped-def]
+        return old_score * 0 + now
+
+    @triton.jit
+    def lru_insert(now):  # type: ignore[no-untyped-def]
+        return now
+
+    return DeviceForm(hit=lru_hit, insert=lru_insert)

@@ -1,0 +1,426 @@
+"""Which expert of one layer sits in which slot. Decides; moves no byte and knows no device.
+
+Shapes: E = experts of the layer, S = slots. An expert is resident (mapped, readable), in flight
+(a slot is reserved and being filled) or absent. The kernels in `graphs` make the same decisions on
+the device; this table is their reference.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .policies import EMPTY_SCORE, REBASE_SCORE, EvictionPolicy, IntArray, rebase_scores
+
+_PROTECTED = int(np.iinfo(np.int32).max)  # above every score: never chosen
+_LAST_RESORT = _PROTECTED - 1  # chosen after every resident expert
+
+IndexArray = npt.NDArray[np.intp]
+_NONE = np.empty(0, dtype=np.int32)
+_NONE.flags.writeable = False
+
+
+class NotEnoughSlots(RuntimeError):
+    """One step needs more experts of a layer at once than the layer has slots."""
+
+    def __init__(self, needed: int, num_slots: int, layer_idx: int) -> None:
+        super().__init__(
+            f"layer {layer_idx} needs {needed} experts at once but has {num_slots} slots; "
+            f"set slots_per_layer (--moe-expert-cache-size) to at least {needed}, "
+            f"or give it fewer tokens at once"
+        )
+        self.needed = needed
+        self.num_slots = num_slots
+        self.layer_idx = layer_idx
+
+
+class SlotPlan(NamedTuple):
+    """What one demand needs, all int32. `hits`, `loads` and `late` are disjoint and ascending."""
+
+    hits: IntArray
+    """Demanded experts that are resident."""
+    loads: IntArray
+    """Demanded experts to bring in; mapped already, so their bytes must come before any reader."""
+    load_slots: IntArray
+    """The slot of each load."""
+    evicted: IntArray
+    """The expert that each load displaces, -1 where the slot was empty."""
+    late: IntArray
+    """Demanded experts in flight: mapped now, the caller waits for the copy that is under way."""
+    late_slots: IntArray
+    """The slot of each late expert."""
+    dropped: IntArray
+    """Undemanded experts in flight that lost their slot to a load, because no other was left.
+
+    They are part of `evicted`. The load's copy must be ordered after the one under way.
+    """
+
+
+@dataclass(slots=True)
+class SlotCounters:
+    """Unique experts per demand, not assignments. hits + late + misses = demanded experts.
+
+    prefetched = prefetch_used + late + prefetch_dropped + those still in flight or still unused.
+    """
+
+    hits: int = 0
+    """Demanded while resident."""
+    late: int = 0
+    """Demanded while in flight."""
+    misses: int = 0
+    """Demanded while absent."""
+    evictions: int = 0
+    """Resident experts that lost their slot."""
+    prefetched: int = 0
+    """Reserved before any demand."""
+    prefetch_used: int = 0
+    """Prefetched, complete at its first demand (each counted once; also one of `hits`)."""
+    prefetch_dropped: int = 0
+    """Prefetched and cancelled, or evicted before any demand."""
+
+    @property
+    def demanded(self) -> int:
+        return self.hits + self.late + self.misses
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of demanded experts that were resident; 0.0 before any demand."""
+        return self.hits / self.demanded if self.demanded else 0.0
+
+
+class SlotSnapshot(NamedTuple):
+    """Copies of a table's state; later operations do not change them."""
+
+    mapping: IntArray
+    owner: IntArray
+    score: IntArray
+    in_flight: npt.NDArray[np.bool_]
+    counters: SlotCounters
+
+
+class SlotTable:
+    """The slots of one layer.
+
+    `mapping` [E] int32: slot of each resident expert, -1 for the others.
+    `owner` [S] int32: expert resident or in flight in each slot, -1 when empty.
+    `score` [S] int32: the policy's score, EMPTY_SCORE unless an expert is resident.
+    `counters`: what happened since construction or `clear()`.
+    Read them freely; only the methods change them. `now` is the step clock of the whole model: at
+    least 1, never decreasing. Every method checks its arguments before it changes anything.
+    """
+
+    def __init__(
+        self, num_experts: int, num_slots: int, policy: EvictionPolicy, layer_idx: int = 0
+    ) -> None:
+        """Raises ValueError unless 1 <= num_slots <= num_experts."""
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        if not 1 <= num_slots <= num_experts:
+            raise ValueError(
+                f"num_slots must be between 1 and the layer's {num_experts} experts, "
+                f"got {num_slots}"
+            )
+        self.num_experts = num_experts
+        self.num_slots = num_slots
+        self.policy = policy
+        self.layer_idx = layer_idx
+        self.mapping: IntArray = np.empty(num_experts, dtype=np.int32)
+        self.owner: IntArray = np.empty(num_slots, dtype=np.int32)
+        self.score: IntArray = np.empty(num_slots, dtype=np.int32)
+        self._reserved: IntArray = np.empty(num_experts, dtype=np.int32)  # slot while in flight
+        self._in_flight = np.empty(num_slots, dtype=np.bool_)
+        self._unused = np.empty(num_slots, dtype=np.bool_)  # prefetched, not demanded yet
+        self._demanded_at = np.empty(num_slots, dtype=np.int64)
+        self._marks = np.zeros(num_experts + 1, dtype=np.bool_)  # scratch; the last one takes -1
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty every slot, forget what is in flight, restart the clock and the counters."""
+        self.mapping.fill(-1)
+        self.owner.fill(-1)
+        self.score.fill(EMPTY_SCORE)
+        self._reserved.fill(-1)
+        self._in_flight.fill(False)
+        self._unused.fill(False)
+        self._demanded_at.fill(0)
+        self._num_in_flight = 0
+        self._num_unused = 0
+        self._now = 1
+        self._clock_origin = 0
+        self.counters = SlotCounters()
+
+    def plan(self, expert_ids: npt.ArrayLike, now: int) -> SlotPlan:
+        """Give every demanded expert a slot, whole set at once.
+
+        `expert_ids`: integers of any shape, duplicates allowed, -1 ignored. Absent experts, in
+        ascending order, take the slots with the lowest (score, slot), empty ones first; a slot of
+        this plan is never a victim. The plan's arrays stay valid. Raises ValueError for ids out of
+        range and NotEnoughSlots for more unique experts than slots, the table unchanged.
+        """
+        demanded = self._unique(expert_ids)
+        if demanded.size > self.num_slots:
+            raise NotEnoughSlots(demanded.size, self.num_slots, self.layer_idx)
+        clock = self._advance(now)
+        slots = self.mapping[demanded]
+        resident = slots >= 0
+        hit_slots = slots[resident]
+        hits = demanded[resident].astype(np.int32)
+        if hits.size == demanded.size:
+            self._use(hits, hit_slots, clock, now)
+            return SlotPlan(hits, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+
+        loads = demanded[~resident].astype(np.int32)
+        late = late_slots = _NONE
+        if self._num_in_flight:
+            reserved = self._reserved[loads]
+            arriving = reserved >= 0
+            late, late_slots = loads[arriving], reserved[arriving]
+            loads = loads[~arriving]
+        self.policy.miss(loads, clock)
+        self._use(hits, hit_slots, clock, now)
+
+        # Victims are chosen before anything of this plan is placed, with its own slots protected.
+        key = self.score.copy()
+        if self._num_in_flight:
+            key[self._in_flight] = _LAST_RESORT
+            key[late_slots] = _PROTECTED
+        key[hit_slots] = _PROTECTED
+        load_slots = key.argsort(kind="stable")[: loads.size].astype(np.int32)
+
+        if late.size:
+            self._land(late, late_slots, clock, now)
+        evicted = self.owner[load_slots]
+        dropped = _NONE
+        if self._num_in_flight:
+            dropped = evicted[self._in_flight[load_slots]]
+            self._vacate_reserved(dropped)
+            self.counters.prefetch_dropped += dropped.size
+        self._evict(load_slots)
+        self._place(loads, load_slots, clock)
+        self._demanded_at[load_slots] = now
+        self.counters.misses += loads.size
+        return SlotPlan(hits, loads, load_slots, evicted, late, late_slots, dropped)
+
+    def touch(self, expert_ids: npt.ArrayLike, now: int) -> tuple[IntArray, IntArray]:
+        """Mark the residents among the demanded experts as used, and bring nothing in.
+
+        Returns (hits, absent), both ascending and unique; `absent` counts as missed and includes
+        what is in flight, which stays so. Any number of experts. For wide steps that are split.
+        """
+        demanded = self._unique(expert_ids)
+        clock = self._advance(now)
+        slots = self.mapping[demanded]
+        resident = slots >= 0
+        hits = demanded[resident].astype(np.int32)
+        absent = demanded[~resident].astype(np.int32)
+        self.policy.miss(absent, clock)
+        self._use(hits, slots[resident], clock, now)
+        self.counters.misses += absent.size
+        return hits, absent
+
+    def place_free(self, expert_ids: npt.ArrayLike, now: int) -> tuple[IntArray, IntArray]:
+        """Give experts, in the given order, the empty slots in ascending order; evict nothing.
+
+        Returns (experts placed, their slots). Resident and in-flight experts, duplicates, -1 and
+        what no empty slot is left for are skipped. The placed are mapped and count as demanded at
+        `now`; the counters do not change.
+        """
+        wanted = self._absent_in_order(expert_ids)
+        clock = self._advance(now)
+        free = np.flatnonzero(self.owner < 0)[: wanted.size].astype(np.int32)
+        placed = wanted[: free.size]
+        self._place(placed, free, clock)
+        self._demanded_at[free] = now
+        return placed, free
+
+    def reserve(self, forecast: npt.ArrayLike, now: int, limit: int) -> tuple[IntArray, IntArray]:
+        """Reserve slots for at most `limit` absent experts, in forecast order (best first).
+
+        Returns (experts, their slots). Victims come by lowest (score, slot); slots in flight,
+        demanded at `now`, or holding an expert of the forecast itself are never taken. A victim is
+        unmapped at once; the newcomer is mapped by `commit()`. Duplicates, -1, residents and what
+        is in flight already are skipped; so is the rest when no slot can be taken.
+        """
+        if limit < 0:
+            raise ValueError(f"limit must not be negative, got {limit}")
+        wanted = self._absent_in_order(forecast)[:limit]
+        forecast_ids = self._unique(forecast)
+        self._advance(now)
+        if wanted.size == 0:
+            return wanted, _NONE
+        kept = self.mapping[forecast_ids]
+        key = self.score.copy()
+        key[kept[kept >= 0]] = _PROTECTED
+        key[self._in_flight] = _PROTECTED
+        key[self._demanded_at == now] = _PROTECTED
+        order = key.argsort(kind="stable")[: wanted.size].astype(np.int32)
+        slots = order[key[order] != _PROTECTED]
+        taken = wanted[: slots.size]
+        self._evict(slots)
+        self.owner[slots] = taken
+        self._reserved[taken] = slots
+        self._in_flight[slots] = True
+        self._num_in_flight += taken.size
+        self.counters.prefetched += taken.size
+        return taken, slots
+
+    def commit(self, expert_ids: npt.ArrayLike, now: int) -> None:
+        """Map experts whose prefetch is complete. Raises ValueError if one is not in flight."""
+        arrived = self._in_flight_ids(expert_ids)
+        clock = self._advance(now)
+        slots = self._reserved[arrived]
+        self._vacate_reserved(arrived)
+        self._place(arrived, slots, clock)
+        self._unused[slots] = True
+        self._num_unused += arrived.size
+
+    def cancel(self, expert_ids: npt.ArrayLike) -> None:
+        """Give up prefetches; their slots become empty. ValueError if one is not in flight."""
+        cancelled = self._in_flight_ids(expert_ids)
+        slots = self._reserved[cancelled]
+        self._vacate_reserved(cancelled)
+        self.owner[slots] = -1
+        self.counters.prefetch_dropped += cancelled.size
+
+    def rebase(self, steps: int) -> None:
+        """Move the policy's clock back by `steps`, and every score with it; the order stays.
+
+        The table does it by itself before scores could overflow, so it runs for ever. It is public
+        for tests that compare it with a device table, whose clock the host moves back.
+        """
+        if steps < 0:
+            raise ValueError(f"steps must not be negative, got {steps}")
+        self.score[:] = rebase_scores(self.score, steps * self.policy.units_per_step)
+        self._clock_origin += steps
+
+    def snapshot(self) -> SlotSnapshot:
+        """Copies of the state as it is now."""
+        return SlotSnapshot(
+            self.mapping.copy(),
+            self.owner.copy(),
+            self.score.copy(),
+            self._in_flight.copy(),
+            replace(self.counters),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if the table disagrees with itself. For tests and idle time."""
+        resident = {int(s): e for e, s in enumerate(self.mapping) if s >= 0}
+        arriving = {int(s): e for e, s in enumerate(self._reserved) if s >= 0}
+        owners = {s: int(e) for s, e in enumerate(self.owner) if e >= 0}
+        counters = self.counters
+        prefetched = counters.prefetch_used + counters.late + counters.prefetch_dropped
+        broken = {
+            "two experts are mapped to one slot": len(resident) != (self.mapping >= 0).sum(),
+            "two experts are in flight to one slot": len(arriving) != (self._reserved >= 0).sum(),
+            "a slot is resident and in flight": bool(resident.keys() & arriving.keys()),
+            "owner disagrees with mapping": owners != {**resident, **arriving},
+            "in_flight disagrees": set(np.flatnonzero(self._in_flight)) != set(arriving),
+            "in-flight count is off": self._num_in_flight != len(arriving),
+            "an unused prefetch is not resident": not set(np.flatnonzero(self._unused))
+            <= set(resident),
+            "unused count is off": self._num_unused != self._unused.sum(),
+            "scores disagree": set(np.flatnonzero(self.score != EMPTY_SCORE)) != set(resident),
+            "prefetch counters do not add up": counters.prefetched
+            != prefetched + self._num_in_flight + self._num_unused,
+            "scratch is dirty": bool(self._marks.any()),
+        }
+        for what, is_broken in broken.items():
+            if is_broken:
+                raise RuntimeError(
+                    f"slot table of layer {self.layer_idx}: {what} (mapping {self.mapping}, "
+                    f"owner {self.owner}, score {self.score}, counters {counters})"
+                )
+
+    def _ids(self, expert_ids: npt.ArrayLike) -> IndexArray:
+        ids = np.asarray(expert_ids)
+        if ids.size == 0:
+            return np.empty(0, dtype=np.intp)
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"expert ids must be integers, got {ids.dtype}")
+        low, high = ids.min(), ids.max()
+        if low < -1 or high >= self.num_experts:
+            raise ValueError(
+                f"expert id {low if low < -1 else high} is out of range: layer {self.layer_idx} "
+                f"has experts 0 to {self.num_experts - 1} (-1 marks padding)"
+            )
+        return ids.ravel().astype(np.intp)
+
+    def _unique(self, expert_ids: npt.ArrayLike) -> IndexArray:
+        """Ascending ids without duplicates and -1."""
+        ids = self._ids(expert_ids)
+        marks = self._marks
+        marks[ids] = True
+        unique = np.flatnonzero(marks[:-1])
+        marks[ids] = False
+        return unique
+
+    def _absent_in_order(self, expert_ids: npt.ArrayLike) -> IntArray:
+        ids = self._ids(expert_ids)
+        ids = ids[ids >= 0]
+        ids = ids[(self.mapping[ids] < 0) & (self._reserved[ids] < 0)]
+        first = np.unique(ids, return_index=True)[1]
+        return ids[np.sort(first)].astype(np.int32)
+
+    def _in_flight_ids(self, expert_ids: npt.ArrayLike) -> IndexArray:
+        ids = self._unique(expert_ids)
+        strangers = ids[self._reserved[ids] < 0]
+        if strangers.size:
+            raise ValueError(
+                f"layer {self.layer_idx}: experts {strangers.tolist()} are not in flight"
+            )
+        return ids
+
+    def _advance(self, now: int) -> int:
+        """The policy's clock at step `now`."""
+        if now < self._now:
+            raise ValueError(f"the clock must not run backwards: now={now} after {self._now}")
+        self._now = now
+        clock = now - self._clock_origin
+        if clock * self.policy.units_per_step >= REBASE_SCORE:
+            self.rebase(clock - 1)
+            clock = 1
+        return clock
+
+    def _use(self, hits: IntArray, slots: IntArray, clock: int, now: int) -> None:
+        self.score[slots] = self.policy.hit(self.score[slots], hits, clock)
+        self._demanded_at[slots] = now
+        self.counters.hits += hits.size
+        if self._num_unused:
+            used = int(np.count_nonzero(self._unused[slots]))
+            self._unused[slots] = False
+            self._num_unused -= used
+            self.counters.prefetch_used += used
+
+    def _land(self, late: IntArray, slots: IntArray, clock: int, now: int) -> None:
+        """Map experts that are demanded while in flight."""
+        self._vacate_reserved(late)
+        self._place(late, slots, clock)
+        self._demanded_at[slots] = now
+        self.counters.late += late.size
+
+    def _vacate_reserved(self, expert_ids: npt.NDArray[np.integer]) -> None:
+        """End the in-flight state; the owner of the slot is the caller's to set."""
+        self._in_flight[self._reserved[expert_ids]] = False
+        self._reserved[expert_ids] = -1
+        self._num_in_flight -= expert_ids.size
+
+    def _evict(self, slots: IntArray) -> None:
+        """Unmap what is resident in the slots; their owner is the caller's to set."""
+        owners = self.owner[slots]
+        resident = owners[self.score[slots] != EMPTY_SCORE]
+        self.mapping[resident] = -1
+        self.score[slots] = EMPTY_SCORE
+        self.counters.evictions += resident.size
+        if self._num_unused:
+            wasted = int(np.count_nonzero(self._unused[slots]))
+            self._unused[slots] = False
+            self._num_unused -= wasted
+            self.counters.prefetch_dropped += wasted
+
+    def _place(self, expert_ids: npt.NDArray[np.integer], slots: IntArray, clock: int) -> None:
+        """Map experts to slots that hold nothing resident."""
+        self.mapping[expert_ids] = slots
+        self.owner[slots] = expert_ids
+        self.score[slots] = self.policy.insert(expert_ids.astype(np.int32), clock)
