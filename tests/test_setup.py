@@ -85,7 +85,7 @@ def test_a_python_that_is_not_there_is_refused(checkout: Path, tools: Path) -> N
 
 def test_a_python_without_venv_is_refused(checkout: Path, tools: Path) -> None:
     python = tools / "some-python"
-    stand_in(python, 'case "$2" in *version*) echo 3.11 ;; *) exit 1 ;; esac')
+    stand_in(python, 'case "$2" in *version_info*) echo 3.11 ;; *ensurepip*) exit 1 ;; esac')
     assert_refused(
         run_setup(checkout, tools, str(python)),
         f"'{python}' has no venv module or no pip; on Debian: apt install python3.11-venv",
