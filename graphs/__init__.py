@@ -1,1 +1,22 @@
 """The kernels, capture and replay of a decode step that looks its experts up on the device."""
+
+from graphs.capture import CapturedGraph, GraphCapture
+from graphs.fill import ExpertFill
+from graphs.prefetch import PrefetchBranch, PrefetchHook
+from graphs.records import LayerRecords, RecordField, RecordTable, field_of
+from graphs.slot_table import DeviceCounters, DeviceSlotTable, SlotTableError
+
+__all__ = [
+    "CapturedGraph",
+    "DeviceCounters",
+    "DeviceSlotTable",
+    "ExpertFill",
+    "GraphCapture",
+    "LayerRecords",
+    "PrefetchBranch",
+    "PrefetchHook",
+    "RecordField",
+    "RecordTable",
+    "SlotTableError",
+    "field_of",
+]

@@ -1,0 +1,79 @@
+"""Copies the experts that a plan listed from pinned host memory into their slots."""
+
+import torch
+
+from graphs.fill_kernels import fill_kernel, resolve_fill_kernel
+from graphs.records import RecordTable
+from graphs.slot_table import DeviceSlotTable, block_for
+
+
+class ExpertFill:
+    """The demand fill of all layers. Borrows the slot table and the record table.
+
+    Everything runs on the current stream, and everything can be captured.
+    """
+
+    def __init__(
+        self,
+        table: DeviceSlotTable,
+        records: RecordTable,
+        *,
+        programs: int = 8,
+        num_warps: int = 16,
+    ) -> None:
+        """`programs` thread blocks share a fill; 4 to 16 saturate a PCIe 5 x16 link.
+
+        Raises ValueError if the two tables are of different models.
+        """
+        if not 1 <= programs <= 64:
+            raise ValueError(f"programs must be between 1 and 64, got {programs}")
+        if records.num_layers != table.num_layers or records.device.type != table.device.type:
+            raise ValueError(
+                f"the records are of {records.num_layers} layers on {records.device}, the slot "
+                f"table of {table.num_layers} on {table.device}"
+            )
+        self.table = table
+        self.records = records
+        self._programs = programs
+        self._num_warps = num_warps
+        # How the programs of one launch find each other, see `resolve_fill_kernel`.
+        self._tickets = torch.zeros(
+            table.num_layers, programs, dtype=torch.int32, device=table.device
+        )
+        self._ready = torch.zeros(table.num_layers, dtype=torch.int32, device=table.device)
+
+    def fill(self, layer_idx: int) -> None:
+        """Copy what the layer's last plan listed; returns at once when that is nothing."""
+        self.table.require_layer(layer_idx)
+        records = self.records
+        fill_kernel[(self._programs,)](
+            self.table.misses, self.table.miss_count, records.header, records.units, layer_idx,
+            self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
+            num_warps=self._num_warps,
+        )  # fmt: skip
+
+    def resolve_and_fill(
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`table.resolve` and `fill` in one launch, with the same result."""
+        out, tensors, sizes = self.table.plan_arguments(layer_idx, topk_ids, padding, out)
+        records = self.records
+        # The header is the last of the tensors; without a prefetch hook it is a placeholder.
+        tensors = (*tensors[:-1], records.header)
+        resolve_fill_kernel[(self._programs,)](
+            *tensors, records.units, self._tickets, self._ready,
+            **{**sizes, "U": records.max_units},
+            BLOCK=block_for(sizes["n"], self._num_warps), TOUCH=False, PROGRAMS=self._programs,
+            UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self._num_warps,
+        )  # fmt: skip
+        return out
+
+
+def tail_of(records: RecordTable) -> int:
+    """Bytes that are moved one by one at a time, where 16 at a time is not possible."""
+    return min(records.unit_bytes, 4096)

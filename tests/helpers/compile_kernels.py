@@ -1,0 +1,104 @@
+"""Run as a program: compiles every kernel for a GPU (sm_90), on any machine, and checks the PTX.
+
+A process of its own: here Triton must compile, in the tests it interprets.
+Prints one line per kernel; exits with 1 if one does not compile or is not what it should be.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from graphs import fill_kernels, layout, prefetch_kernels, resolve_kernels
+from prefetch_runtime.policies import create_device_form
+
+INT64 = {"topk_ids", "counters", "bytes_before", "header", "units", "budget", "out"}
+SCALARS = {"layer_idx": "i32", "n": "i32", "row_stride": "i32", "num_scores": "i32"}
+
+
+def compile_kernel(kernel: Any, num_warps: int, **constants: Any) -> str:
+    """The PTX, with every pointer aligned to 16 bytes as torch's are."""
+    signature, values, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            values[(i,)] = constants[name]
+        elif name in SCALARS:
+            signature[name] = SCALARS[name]
+        else:
+            signature[name] = "*i64" if name in INT64 else "*i32"
+            if name == "padding":
+                signature[name] = {0: "*i64", 1: "*i1", 2: "*i64"}[constants["PAD"]]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    target = GPUTarget("cuda", 90, 32)
+    ptx: str = triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
+    return ptx
+
+
+def check(name: str, ptx: str, *, holds: Callable[[str], bool] = bool) -> bool:
+    ok = holds(ptx)
+    sys.stdout.write(f"{'ok ' if ok else 'BAD'} {name}: {len(ptx.splitlines())} lines\n")
+    return ok
+
+
+def moves_16_bytes(ptx: str) -> bool:
+    return "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+def main() -> int:
+    table: dict[str, Any] = {
+        "E": 128, "S": 48, "U": 289, "F": 16, "TOP_K": 8, "BLOCK": 32,
+        "E_BLOCK": 128, "S_BLOCK": 64, "F_BLOCK": 16, "TOUCH": False,
+    }  # fmt: skip
+    copy: dict[str, Any] = {"UNIT_BYTES": 32768, "TAIL": 4096}
+    results = []
+    for policy in ("lru", "lfru"):
+        form = create_device_form(policy)
+        functions = {"HIT": form.hit, "INSERT": form.insert}
+        for hook in (False, True):
+            for padding in layout.Padding:
+                ptx = compile_kernel(
+                    resolve_kernels.resolve_kernel, 1,
+                    **table, **functions, HOOK=hook, PAD=int(padding),
+                )  # fmt: skip
+                results.append(check(f"resolve {policy} hook={hook} {padding.name}", ptx))
+        ptx = compile_kernel(
+            fill_kernels.resolve_fill_kernel, 16,
+            **table | {"BLOCK": 512}, **copy, **functions, HOOK=True, PAD=2, PROGRAMS=8,
+        )  # fmt: skip
+        results.append(check(f"resolve_fill {policy}", ptx, holds=moves_16_bytes))
+    wide = {"E": 1000, "S": 777, "BLOCK": 8192, "E_BLOCK": 1024, "S_BLOCK": 1024, "TOP_K": 3}
+    ptx = compile_kernel(
+        resolve_kernels.resolve_kernel, 8,
+        **table | wide, **functions, HOOK=True, PAD=0,
+    )  # fmt: skip
+    results.append(check("resolve, wide", ptx))
+    ptx = compile_kernel(
+        resolve_kernels.resolve_kernel, 1, **table | {"TOUCH": True}, **functions, HOOK=False, PAD=0
+    )
+    results.append(check("touch", ptx))
+    ptx = compile_kernel(resolve_kernels.advance_kernel, 4, UNITS_PER_STEP=32, BLOCK=1024)
+    results.append(check("advance", ptx))
+    ptx = compile_kernel(fill_kernels.fill_kernel, 16, **copy, S=48, U=289)
+    results.append(check("fill", ptx, holds=moves_16_bytes))
+    ptx = compile_kernel(fill_kernels.prefetch_fill_kernel, 16, **copy, E=128, F=16, U=289)
+    results.append(
+        check("prefetch fill", ptx, holds=lambda p: moves_16_bytes(p) and "acquire" in p)
+    )
+    for slots in (64, 1024):
+        ptx = compile_kernel(
+            prefetch_kernels.reserve_kernel, 4, E=128, S=slots, F=64, S_BLOCK=slots, F_BLOCK=64
+        )
+        results.append(check(f"reserve, {slots} slots", ptx))
+    ptx = compile_kernel(prefetch_kernels.post_kernel, 1, E=128, TOP_K=8, BLOCK=32, PAD=2)
+    results.append(check("post", ptx, holds=lambda p: "release" in p))
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
