@@ -165,7 +165,8 @@ class Scheduler:
         num_slots = layer.buffers.num_slots
         if min(topk_ids.numel(), layer.store.num_experts) <= num_slots:
             return True
-        return np.unique(self._demanded(layer, topk_ids)).size <= num_slots
+        demanded = self._demanded(layer, topk_ids)
+        return np.unique(demanded[demanded >= 0]).size <= num_slots
 
     def token_waves(
         self, layer_idx: int, topk_ids: torch.Tensor
