@@ -163,7 +163,8 @@ class CapturedGraph:
         """Wait for replays under way and release the graph. Safe to call twice."""
         if self._graph is None:
             return
-        torch.cuda.synchronize(self._table.device)
+        if self._table.device.type == "cuda":
+            torch.cuda.synchronize(self._table.device)
         self._graph.reset()
         self._graph = None
         self._inputs.clear()
