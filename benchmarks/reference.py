@@ -86,13 +86,12 @@ def differences(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: there is nothing to compare, or the records are of other batches or layers.
     """
-    import torch
-
     if not reference or ours.keys() != reference.keys():
         raise ValueError(f"records of other batches: {sorted(ours)} and {sorted(reference)}")
     found: list[str] = []
     for batch, expected in reference.items():
         got = ours[batch]
+        _check_comparable(batch, got, expected)
         for index, (a, b) in enumerate(zip(got["tokens"], expected["tokens"], strict=True)):
             if a != b:
                 at = next(
@@ -100,39 +99,62 @@ def differences(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
                     min(len(a), len(b)),
                 )
                 found.append(f"{batch}: prompt {index}: tokens differ from {at} on")
-        if got["layers"].keys() != expected["layers"].keys():
-            raise ValueError(f"{batch}: records of other layers")
         for layer, outputs in expected["layers"].items():
             theirs = got["layers"][layer]
             if len(theirs) != len(outputs):
                 found.append(f"{batch}: layer {layer}: {len(theirs)} forwards, not {len(outputs)}")
                 continue
             for step, (a, b) in enumerate(zip(theirs, outputs, strict=True)):
-                same = (
-                    a == b
-                    if isinstance(a, str)
-                    else torch.equal(
-                        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-                    )
-                )
-                if not same:
+                if not _same_bits(a, b):
                     found.append(f"{batch}: layer {layer}: forward {step}: output differs")
     return found
 
 
-def run_engine(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """Start one engine, run every batch, return its record."""
+def _check_comparable(batch: str, ours: dict[str, Any], reference: dict[str, Any]) -> None:
+    prompts = [len(record["tokens"]) for record in (ours, reference)]
+    if prompts[0] != prompts[1]:
+        raise ValueError(f"{batch}: records of {prompts[0]} and {prompts[1]} prompts")
+    if ours["layers"].keys() != reference["layers"].keys():
+        raise ValueError(f"{batch}: records of other layers")
+    if not all([reference["tokens"], *reference["tokens"], *reference["layers"].values()]):
+        raise ValueError(f"{batch}: nothing was recorded, so nothing can be compared")
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """Whether two outputs, or two digests, are the same to the last bit."""
+    import torch
+
+    if isinstance(a, str) or isinstance(b, str):
+        return bool(type(a) is type(b) and a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def run_engine(
+    engine: dict[str, Any],
+    spec: dict[str, Any],
+    before: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
+    """Start one engine, run every batch, return its record.
+
+    `before` is called with the engine (`vllm.LLM`) when it is up, before the first batch.
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine["llm"])
     recorder: list[LayerRecorder] = []
     layers, digest = list(spec.get("layers", [])), bool(spec.get("digest", True))
-    if layers:
-        llm.collective_rpc(
-            lambda worker: recorder.append(LayerRecorder(worker.get_model(), layers, digest=digest))
-        )
     record: dict[str, Any] = {}
     try:
+        if before is not None:
+            before(llm)
+        if layers:
+            llm.collective_rpc(
+                lambda worker: recorder.append(
+                    LayerRecorder(worker.get_model(), layers, digest=digest)
+                )
+            )
         for batch in spec["batches"]:
             prompts = [
                 prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}

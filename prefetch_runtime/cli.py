@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,9 +71,10 @@ MetricsOption = Annotated[
 def _settings(**given: Any) -> dict[str, Any]:
     """The options that were given, checked, under their names in `--additional-config`."""
     settings = {key: value for key, value in given.items() if value is not None}
-    slots = settings.get("slots_per_layer")
-    if isinstance(slots, str) and slots.lstrip("-").isdigit():
-        settings["slots_per_layer"] = int(slots)
+    if "slots_per_layer" in settings:
+        # Left as text where it is no number: the message of the check names what was given.
+        with suppress(ValueError):
+            settings["slots_per_layer"] = int(settings["slots_per_layer"])
     PrefetchConfig.from_mapping(settings)
     return settings
 
@@ -88,11 +90,11 @@ def _check_model(model: str, config: PrefetchConfig) -> None:
             f"{model!r} declares no experts (a dense model), so there is nothing to cache; "
             f"leave {spelled('slots_per_layer')} out"
         )
-    slots = config.slots_per_layer
-    if isinstance(slots, int) and slots and not shape.top_k <= slots <= shape.num_experts:
+    slots, top_k = config.slots_per_layer, shape.top_k or 1
+    if isinstance(slots, int) and slots and not top_k <= slots <= shape.num_experts:
         raise ConfigError(
             f"{spelled('slots_per_layer')} is {slots}, but {model!r} routes each token to "
-            f"{shape.top_k} of {shape.num_experts} experts; set it between {shape.top_k} and "
+            f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
             f"{shape.num_experts}"
         )
 
@@ -128,11 +130,17 @@ def serve(
         metrics=metrics,
     )
     additional = _take_additional_config(passed_on)
-    settings = {**additional.get(ADDITIONAL_CONFIG_KEY, {}), **given}
-    config = PrefetchConfig.from_additional_config({**additional, ADDITIONAL_CONFIG_KEY: settings})
+    PrefetchConfig.from_additional_config(additional)
+    settings = {**(additional.get(ADDITIONAL_CONFIG_KEY) or {}), **given}
+    config = PrefetchConfig.from_mapping(settings)
     _check_model(model, config)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *passed_on]
     if config.enabled:
+        if any(_option_name(argument) == "--worker-cls" for argument in passed_on):
+            raise ConfigError(
+                "the expert cache sets --worker-cls itself; leave it out, or "
+                f"{spelled('slots_per_layer')}"
+            )
         additional[ADDITIONAL_CONFIG_KEY] = settings
         command += ["--worker-cls", WORKER_CLS]
     if additional:
@@ -142,39 +150,55 @@ def serve(
     os.execv(sys.executable, command)
 
 
+def _option_name(argument: str) -> str:
+    """The option that an argument sets, as vLLM reads it; "" for a value."""
+    name = argument.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else ""
+
+
 def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
     """Remove the user's own `--additional-config` from the arguments and return it."""
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") != "--additional-config":
-            continue
-        if not equals:
-            if index + 1 == len(arguments):
-                raise ConfigError("--additional-config needs a JSON object after it")
-            value = arguments.pop(index + 1)
-        del arguments[index]
-        try:
-            additional = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--additional-config is not valid JSON: {error}") from None
-        if not isinstance(additional, dict):
-            raise ConfigError("--additional-config must be a JSON object")
-        return additional
-    return {}
+    names = [_option_name(argument) for argument in arguments]
+    if any(name.startswith("--additional-config.") for name in names):
+        raise ConfigError("give --additional-config as one JSON object, not key by key")
+    if names.count("--additional-config") > 1:
+        raise ConfigError("--additional-config is given twice; put all keys in one JSON object")
+    if "--additional-config" not in names:
+        return {}
+    index = names.index("--additional-config")
+    _, equals, value = arguments.pop(index).partition("=")
+    if not equals:
+        if index == len(arguments):
+            raise ConfigError("--additional-config needs a JSON object after it")
+        value = arguments.pop(index)
+    try:
+        additional = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--additional-config is not valid JSON: {error}") from None
+    if not isinstance(additional, dict):
+        raise ConfigError("--additional-config must be a JSON object")
+    return additional
 
 
 @app.command("generate")
 def generate_command(
     model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
     prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="What to continue; may be repeated.")
+        list[str],
+        typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; may be repeated."),
     ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence.")] = None,
-    enforce_eager: Annotated[
-        bool, typer.Option(help="No compilation and no CUDA graphs (needed on CPU).")
-    ] = True,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens to generate per prompt.")
+    ] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")
+    ] = 0.0,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Longest sequence.")
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile and capture CUDA graphs (not on CPU).")
+    ] = False,
     log: Annotated[Path, typer.Option(help="Where the engine's output goes.")] = Path(
         "prefetch-runtime-generate.log"
     ),
@@ -194,7 +218,7 @@ def generate_command(
     )
     config = PrefetchConfig.from_mapping(settings)
     _check_model(model, config)
-    options: dict[str, Any] = {"enforce_eager": enforce_eager}
+    options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
     log.unlink(missing_ok=True)

@@ -101,13 +101,22 @@ def _run(spec: Mapping[str, Any], log: Path) -> dict[str, Any]:
                 env=_environment(),
                 check=False,
             )
-        result: dict[str, Any] = json.loads(result_path.read_text()) if result_path.exists() else {}
+        result = _read(result_path)
     if "error" in result:
         raise GenerationError(f"{result['error']} (engine log: {log})")
     if finished.returncode != 0 or not result:
         raise GenerationError(
             f"the engine's process ended with status {finished.returncode}; its log is {log}"
         )
+    return result
+
+
+def _read(result_path: Path) -> dict[str, Any]:
+    """What the engine's process left, or nothing if it ended before it was all there."""
+    try:
+        result: dict[str, Any] = json.loads(result_path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
     return result
 
 

@@ -1,0 +1,469 @@
+"""The command line: what is passed to vLLM, and the words and exit status of every refusal."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+import prefetch_runtime
+from prefetch_runtime import cli
+from prefetch_runtime.config import CLI_SPELLING
+from prefetch_runtime.demo import PROMPTS, DemoResult
+from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError
+from prefetch_runtime.stats import LayerStats, RuntimeStats
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "models" / "tiny-moe")
+HUB = "Qwen/Qwen3-30B-A3B"
+
+
+class Ran(NamedTuple):
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs `prefetch-runtime` as the console script does."""
+
+    def go(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["prefetch-runtime", *arguments])
+        status: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return Ran(int(status or 0), captured.out, captured.err)
+
+    return go
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would have replaced this process."""
+    commands: list[list[str]] = []
+
+    def execv(path: str, arguments: list[str]) -> None:
+        assert path == sys.executable
+        commands.append(arguments)
+
+    monkeypatch.setattr(os, "execv", execv)
+    return commands
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> str:
+    """A model folder without experts."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    return str(tmp_path)
+
+
+def _refused(ran: Ran, *parts: str) -> None:
+    assert ran.status == 2
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1, "one line"
+    assert "Traceback" not in ran.err
+    for part in parts:
+        assert part in ran.err
+    assert ran.out == ""
+
+
+START = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+class TestServe:
+    def _command(
+        self, run: Callable[..., Ran], executed: list[list[str]], *arguments: str
+    ) -> list[str]:
+        ran = run("serve", *arguments)
+        assert (ran.status, ran.err) == (0, "")
+        (command,) = executed
+        assert command[:4] == START
+        return command[4:]
+
+    def test_the_settings_become_worker_class_and_additional_config(
+        self, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        *start, settings = self._command(
+            run, executed, HUB, "--moe-expert-cache-size", "48", "--eviction-policy", "lfru"
+        )
+        assert start == [HUB, "--worker-cls", WORKER_CLS, "--additional-config"]
+        assert json.loads(settings) == {
+            "prefetch_runtime": {"slots_per_layer": 48, "policy": "lfru"}
+        }
+
+    def test_every_option_reaches_its_setting(
+        self, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        options = {
+            "--moe-expert-cache-gib": "4.5",
+            "--prefetch-mode": "eager",
+            "--eviction-policy": "lru",
+            "--predictor": "none",
+            "--predictor-widen": "3",
+            "--prefetch-budget-mib": "8",
+            "--staging-slots": "32",
+        }
+        arguments = [part for option in options.items() for part in option]
+        command = self._command(run, executed, HUB, *arguments)
+        assert json.loads(command[-1])["prefetch_runtime"] == {
+            "expert_cache_gib": 4.5,
+            "mode": "eager",
+            "policy": "lru",
+            "predictor": "none",
+            "predictor_widen": 3,
+            "prefetch_budget_mib": 8.0,
+            "staging_slots": 32,
+        }
+
+    def test_auto_is_a_size(self, run: Callable[..., Ran], executed: list[list[str]]) -> None:
+        command = self._command(run, executed, HUB, "--moe-expert-cache-size=auto")
+        assert json.loads(command[-1]) == {"prefetch_runtime": {"slots_per_layer": "auto"}}
+
+    def test_other_options_are_passed_on_untouched_and_in_order(
+        self, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        others = ["--port", "8001", "-tp", "1", "--no-enable-prefix-caching", "--seed=3"]
+        command = self._command(
+            run, executed, HUB, *others[:3], "--moe-expert-cache-size", "48", *others[3:]
+        )
+        assert command[: 1 + len(others)] == [HUB, *others]
+
+    @pytest.mark.parametrize("arguments", [[], ["--moe-expert-cache-size", "0"]], ids=str)
+    def test_without_a_size_vllm_runs_untouched(
+        self, arguments: list[str], run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        assert self._command(run, executed, HUB, *arguments, "--port", "1") == [HUB, "--port", "1"]
+
+    @pytest.mark.parametrize("spelling", ["--additional-config", "--additional_config"])
+    @pytest.mark.parametrize("joined", [False, True])
+    def test_the_users_own_additional_config_is_kept(
+        self, spelling: str, joined: bool, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        own = json.dumps({"other": {"x": 1}, "prefetch_runtime": {"policy": "lfru"}})
+        given = [f"{spelling}={own}"] if joined else [spelling, own]
+        command = self._command(run, executed, HUB, *given, "--moe-expert-cache-size", "48")
+        assert command[:-1] == [HUB, "--worker-cls", WORKER_CLS, "--additional-config"]
+        assert json.loads(command[-1]) == {
+            "other": {"x": 1},
+            "prefetch_runtime": {"policy": "lfru", "slots_per_layer": 48},
+        }
+
+    def test_settings_in_additional_config_alone_switch_the_cache_on(
+        self, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        own = '{"prefetch_runtime": {"slots_per_layer": 8}}'
+        command = self._command(run, executed, HUB, "--additional-config", own)
+        assert command == [HUB, "--worker-cls", WORKER_CLS, "--additional-config", own]
+
+    def test_an_additional_config_of_others_is_passed_on_without_a_cache(
+        self, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        command = self._command(run, executed, HUB, "--additional-config", '{"other": 1}')
+        assert command == [HUB, "--additional-config", '{"other": 1}']
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["--additional-config"], "--additional-config needs a JSON object after it"),
+            (["--additional-config", "{"], "--additional-config is not valid JSON"),
+            (["--additional-config", "[" * 100_000], "--additional-config is not valid JSON"),
+            (["--additional-config", "[1]"], "--additional-config must be a JSON object"),
+            (
+                ["--additional-config", '{"prefetch_runtime": 8}'],
+                "'prefetch_runtime' in --additional-config must be an object such as",
+            ),
+            (
+                ["--additional-config", '{"prefetch-runtime": {}}'],
+                "unknown key 'prefetch-runtime' in --additional-config; did you mean",
+            ),
+            (
+                ["--additional-config", '{"prefetch_runtime": {"slots": 8}}'],
+                "unknown setting 'slots' in 'prefetch_runtime'",
+            ),
+            (
+                ["--additional-config", '{"prefetch_runtime": {"expert_cache_gib": 4}}'],
+                "both size the cache; give one of them",
+            ),
+            (
+                ["--additional-config", "{}", "--additional_config={}"],
+                "--additional-config is given twice",
+            ),
+            (["--additional-config.prefetch_runtime.policy", "lru"], "as one JSON object"),
+            (["--worker-cls", "mine.Worker"], "the expert cache sets --worker-cls itself"),
+            (["--worker_cls=mine.Worker"], "the expert cache sets --worker-cls itself"),
+        ],
+        ids=lambda value: str(value)[:60],
+    )
+    def test_passed_on_options_that_clash_with_the_cache_are_refused(
+        self,
+        arguments: list[str],
+        words: str,
+        run: Callable[..., Ran],
+        executed: list[list[str]],
+    ) -> None:
+        _refused(run("serve", HUB, "--moe-expert-cache-size", "8", *arguments), words)
+        assert executed == []
+
+    def test_a_worker_class_of_the_users_is_theirs_without_a_cache(
+        self, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        assert self._command(run, executed, HUB, "--worker-cls", "mine.Worker") == [
+            HUB,
+            "--worker-cls",
+            "mine.Worker",
+        ]
+
+
+BOTH = pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "x"]], ids=str)
+
+
+class TestBadInput:
+    @pytest.fixture(autouse=True)
+    def _nothing_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def start(*_: Any, **__: Any) -> None:
+            raise AssertionError("started in spite of bad input")
+
+        monkeypatch.setattr(os, "execv", start)
+        monkeypatch.setattr(cli, "generate", start)
+        monkeypatch.setattr(cli, "run_demo", start)
+
+    @BOTH
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--moe-expert-cache-size", "eight"], "or 'auto', got 'eight'"),
+            (["--moe-expert-cache-size", "8.5"], "or 'auto', got '8.5'"),
+            (["--moe-expert-cache-size", ""], "or 'auto', got ''"),
+            (["--moe-expert-cache-size", "²"], "or 'auto', got '²'"),
+            (["--moe-expert-cache-size=--8"], "or 'auto', got '--8'"),
+            (["--moe-expert-cache-size=-1"], "'auto', got -1"),
+            (["--moe-expert-cache-size", "9" * 5000], "or 'auto', got '999"),
+            (["--moe-expert-cache-size", "8", "--moe-expert-cache-gib", "1"], "give one of them"),
+            (["--moe-expert-cache-gib", "0"], "should be greater than 0, got 0.0"),
+            (["--moe-expert-cache-gib", "nan"], "(--moe-expert-cache-gib) should be"),
+            (["--prefetch-mode", "quick"], "must be one of auto, full, segmented, eager"),
+            (["--eviction-policy", "lur"], "did you mean 'lru'?"),
+            (["--staging-slots", "1"], "greater than or equal to 2, got 1"),
+        ],
+        ids=lambda value: str(value)[:50],
+    )
+    def test_a_setting_that_cannot_be_used(
+        self, command: list[str], options: list[str], words: str, run: Callable[..., Ran]
+    ) -> None:
+        _refused(run(command[0], TINY, *command[1:], *options), words)
+
+    @BOTH
+    @pytest.mark.parametrize("slots", [1, 3, 33, 1000])
+    def test_slots_below_top_k_or_above_the_experts(
+        self, command: list[str], slots: int, run: Callable[..., Ran]
+    ) -> None:
+        _refused(
+            run(command[0], TINY, *command[1:], "--moe-expert-cache-size", str(slots)),
+            f"'slots_per_layer' (--moe-expert-cache-size) is {slots}, but",
+            "routes each token to 4 of 32 experts; set it between 4 and 32",
+        )
+
+    @BOTH
+    def test_a_dense_model(self, command: list[str], dense: str, run: Callable[..., Ran]) -> None:
+        _refused(
+            run(command[0], dense, *command[1:], "--moe-expert-cache-size", "8"),
+            "declares no experts (a dense model), so there is nothing to cache; "
+            "leave 'slots_per_layer' (--moe-expert-cache-size) out",
+        )
+
+    @BOTH
+    @pytest.mark.parametrize("slots", [[], ["--moe-expert-cache-size", "8"]], ids=["off", "on"])
+    def test_a_model_folder_that_is_not_there(
+        self, command: list[str], slots: list[str], run: Callable[..., Ran]
+    ) -> None:
+        _refused(
+            run(command[0], "./no-such-model", *command[1:], *slots),
+            "there is no model folder './no-such-model'",
+        )
+
+    @BOTH
+    def test_a_folder_that_is_no_model(
+        self, command: list[str], tmp_path: Path, run: Callable[..., Ran]
+    ) -> None:
+        _refused(run(command[0], str(tmp_path), *command[1:]), "holds no config.json")
+
+    def test_brackets_in_a_name_are_no_markup(self, run: Callable[..., Ran]) -> None:
+        _refused(run("serve", "./[red]model[/nope]"), "no model folder './[red]model[/nope]'")
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["serve"],
+            ["generate", TINY],
+            ["generate", TINY, "-p", "x", "--max-tokens", "0"],
+            ["generate", TINY, "-p", "x", "--no-such-option"],
+            ["demo", "--slots", "0"],
+            ["demo", "--slots", "few"],
+            ["nonsense"],
+        ],
+        ids=str,
+    )
+    def test_a_wrong_call_ends_with_usage_and_status_2(
+        self, arguments: list[str], run: Callable[..., Ran]
+    ) -> None:
+        ran = run(*arguments)
+        assert ran.status == 2
+        assert "Usage: " in ran.err
+        assert "Traceback" not in ran.err
+
+    def test_demo_with_fewer_slots_than_one_token_needs(self, run: Callable[..., Ran]) -> None:
+        _refused(run("demo", "--model", TINY, "--slots", "3"), "set it between 4 and 32")
+
+    def test_demo_of_a_dense_model(self, dense: str, run: Callable[..., Ran]) -> None:
+        _refused(run("demo", "--model", dense), "declares no experts")
+
+
+STATS = RuntimeStats(
+    mode="eager",
+    policy="lru",
+    slot_bytes=3 << 20,
+    staging_bytes=0,
+    host_bytes=12 << 20,
+    pinned_bytes=0,
+    layers=[
+        LayerStats(
+            layer_idx=index,
+            layer_name="x",
+            num_experts=32,
+            num_slots=8,
+            hits=30,
+            misses=10,
+            evictions=4,
+            waves=5,
+            bytes_copied=1 << 20,
+        )
+        for index in range(2)
+    ],
+)
+
+
+class TestGenerate:
+    def _patch(
+        self, monkeypatch: pytest.MonkeyPatch, stats: RuntimeStats | None
+    ) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def generate(model: str, prompts: list[str], **options: Any) -> Generation:
+            calls.append({"model": model, "prompts": prompts, **options})
+            return Generation([" [b]one[/b]", " two"], [[1], [2]], 1.0, stats)
+
+        monkeypatch.setattr(cli, "generate", generate)
+        return calls
+
+    def test_texts_are_printed_as_they_are_and_then_the_counters(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, STATS)
+        log = tmp_path / "engine.log"
+        log.write_text("of an earlier run")
+        ran = run(
+            *["generate", TINY, "-p", "[red]a", "-p", "b", "--moe-expert-cache-size", "8"],
+            *["--max-tokens", "5", "--max-model-len", "100", "--log", str(log)],
+        )
+        assert ran.status == 0
+        assert "[red]a [b]one[/b]\n" in ran.out
+        assert "b two\n" in ran.out
+        assert "mode eager, policy lru" in ran.out
+        assert "75.0%" in ran.out
+        (call,) = calls
+        assert call["settings"] == {"slots_per_layer": 8}
+        assert call["max_tokens"] == 5
+        assert call["engine_options"] == {"enforce_eager": True, "max_model_len": 100}
+        assert not log.exists()
+
+    def test_compilation_is_asked_for_by_an_option(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, None)
+        log = ["--log", str(tmp_path / "x.log")]
+        assert run("generate", TINY, "-p", "a", "-p", "b", "--compile", *log).status == 0
+        assert calls[0]["engine_options"] == {"enforce_eager": False}
+
+    def test_without_a_size_no_settings_are_given_and_no_counters_printed(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, None)
+        ran = run("generate", TINY, "-p", "a", "-p", "b", "--log", str(tmp_path / "x.log"))
+        assert ran.status == 0
+        assert "cache" not in ran.out
+        assert calls[0]["settings"] is None
+
+    def test_an_engine_that_fails_ends_with_status_1_and_one_line(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise GenerationError("the engine [died] (engine log: x.log)")
+
+        monkeypatch.setattr(cli, "generate", fail)
+        ran = run("generate", TINY, "-p", "a", "--log", str(tmp_path / "x.log"))
+        assert ran.status == 1
+        assert "error: the engine [died] (engine log: x.log)\n" in ran.err
+        assert "Traceback" not in ran.err
+
+
+class TestDemo:
+    @pytest.mark.parametrize(
+        ("cached", "status", "verdict"),
+        [
+            ([5, 6], 0, "identical: yes, 8 tokens"),
+            ([5, 7], 1, "identical: no, prompt 0 differs from token 1 on"),
+        ],
+    )
+    def test_the_verdict_is_the_last_line_and_the_exit_status(
+        self,
+        cached: list[int],
+        status: int,
+        verdict: str,
+        run: Callable[..., Ran],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def run_demo(_: str, *, on_stage: Callable[[str], None], **__: Any) -> DemoResult:
+            on_stage("something")
+            texts = [" text"] * len(PROMPTS)
+            ours = Generation(texts, [cached] * len(PROMPTS), 1.0, STATS)
+            return DemoResult(PROMPTS, ours, Generation(texts, [[5, 6]] * len(PROMPTS), 1.0, None))
+
+        monkeypatch.setattr(cli, "run_demo", run_demo)
+        ran = run("demo", "--model", TINY)
+        assert ran.status == status
+        assert ran.out.splitlines()[-1] == verdict
+        assert "mode eager" in ran.out
+        assert "generating something" in ran.err
+
+
+class TestHelp:
+    @pytest.mark.parametrize(
+        "arguments", [[], ["serve"], ["generate"], ["demo"]], ids=lambda value: " ".join(value)
+    )
+    def test_help_fits_80_columns(self, arguments: list[str]) -> None:
+        ran = CliRunner().invoke(
+            cli.app, [*arguments, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+        )
+        assert ran.exit_code == 0
+        assert max(map(len, ran.stdout.splitlines())) <= 80
+        for line in ran.stdout.splitlines():
+            option = next((word for word in line.split() if word.startswith("--")), "")
+            assert "…" not in option
+
+    def test_every_setting_is_an_option_of_serve(self) -> None:
+        ran = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "80"})
+        for option in CLI_SPELLING.values():
+            assert option in ran.stdout
+
+    def test_version(self, run: Callable[..., Ran]) -> None:
+        assert run("--version").out == f"prefetch-runtime {prefetch_runtime.__version__}\n"

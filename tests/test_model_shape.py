@@ -1,0 +1,142 @@
+"""What a model folder declares about its experts, and folders that are none."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefetch_runtime.model_shape import (
+    MAX_CONFIG_BYTES,
+    ExpertShape,
+    ModelError,
+    expert_shape,
+    read_config,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _folder(path: Path, config: str | bytes) -> str:
+    text = config.encode() if isinstance(config, str) else config
+    (path / "config.json").write_bytes(text)
+    return str(path)
+
+
+class TestReadConfig:
+    def test_the_config_of_a_folder_is_read(self, tmp_path: Path) -> None:
+        assert read_config(_folder(tmp_path, '{"num_experts": 8}')) == {"num_experts": 8}
+
+    def test_a_relative_folder_is_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "model").mkdir()
+        _folder(tmp_path / "model", "{}")
+        monkeypatch.chdir(tmp_path)
+        assert read_config("model") == {}
+        assert read_config("./model") == {}
+
+    def test_a_home_folder_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _folder(tmp_path, "{}")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert read_config("~") == {}
+
+    @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "gpt2"])
+    def test_a_name_on_a_hub_is_left_to_vllm(self, name: str) -> None:
+        assert read_config(name) is None
+
+    @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "models/tiny/moe", "../x"])
+    def test_a_folder_that_is_not_there_is_named(self, name: str) -> None:
+        with pytest.raises(ModelError, match=f"there is no model folder '{name}'"):
+            read_config(name)
+
+    def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
+        file = tmp_path / "model.gguf"
+        file.touch()
+        with pytest.raises(ModelError, match="there is no model folder"):
+            read_config(str(file))
+
+    def test_a_folder_without_config_is_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"holds no config\.json, so it is no model folder"):
+            read_config(str(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            pytest.param("{", "is not valid JSON", id="cut off"),
+            pytest.param("", "is not valid JSON", id="empty"),
+            pytest.param(b"\xff\xfe\x00", "is not text", id="binary"),
+            pytest.param("[" * 100_000, "is not valid JSON", id="too deep"),
+            pytest.param('{"n": ' + "9" * 5000 + "}", "is not valid JSON", id="too long a number"),
+            pytest.param("[1]", "must hold an object, it holds a list", id="a list"),
+            pytest.param("null", "must hold an object, it holds a NoneType", id="null"),
+        ],
+    )
+    def test_a_config_that_is_none_is_refused(
+        self, config: str | bytes, message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ModelError, match=message):
+            read_config(_folder(tmp_path, config))
+
+    def test_a_config_as_large_as_weights_is_not_read(self, tmp_path: Path) -> None:
+        folder = _folder(tmp_path, "{}")
+        os.truncate(tmp_path / "config.json", MAX_CONFIG_BYTES + 1)
+        with pytest.raises(ModelError, match="larger than 4 MiB: not a model's config"):
+            read_config(folder)
+
+    @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model"])
+    def test_a_name_that_the_system_refuses_is_an_error_of_ours(self, name: str) -> None:
+        with pytest.raises(ModelError, match="cannot be read"):
+            read_config(name)
+
+
+class TestExpertShape:
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            pytest.param({"num_experts": 128, "num_experts_per_tok": 8}, (128, 8), id="Qwen3"),
+            pytest.param({"num_local_experts": 8, "num_experts_per_tok": 2}, (8, 2), id="Mixtral"),
+            pytest.param(
+                {"n_routed_experts": 256, "num_experts_per_tok": 8}, (256, 8), id="DeepSeek"
+            ),
+            pytest.param({"moe_num_experts": 64, "moe_k": 6}, (64, 6), id="Ernie"),
+            pytest.param({"moe_num_experts": [64, 64], "moe_k": 6}, (64, 6), id="Ernie-VL"),
+            pytest.param({"num_experts": 16, "moe_topk": [2, 1]}, (16, 2), id="Hunyuan"),
+            pytest.param(
+                {"text_config": {"num_local_experts": 16, "num_experts_per_tok": 1}},
+                (16, 1),
+                id="multimodal",
+            ),
+            pytest.param({"num_experts": 16, "fan_out": 4}, (16, None), id="unknown top_k"),
+        ],
+    )
+    def test_experts_are_found_under_every_name(
+        self, config: dict[str, Any], expected: tuple[int, int | None]
+    ) -> None:
+        assert expert_shape(config) == ExpertShape(num_experts=expected[0], top_k=expected[1])
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {},
+            {"hidden_size": 64},
+            {"num_experts": None, "num_experts_per_tok": 2},
+            {"num_experts": 0},
+            {"num_experts": 1, "num_experts_per_tok": 1},
+            {"num_experts": -4},
+            {"num_experts": "8"},
+            {"num_experts": True},
+            {"num_experts": []},
+            {"num_experts": 8.0},
+            {"text_config": "none"},
+        ],
+        ids=json.dumps,
+    )
+    def test_a_dense_model_has_none(self, config: dict[str, Any]) -> None:
+        assert expert_shape(config) is None
+
+    def test_the_model_in_this_repository_has_32_experts(self) -> None:
+        config = read_config(str(ROOT / "models" / "tiny-moe"))
+        assert config is not None
+        assert expert_shape(config) == ExpertShape(num_experts=32, top_k=4)
