@@ -14,17 +14,15 @@ def audit(scheduler: Scheduler) -> list[str]:
     """
     problems: list[str] = []
     for layer in scheduler.layers:
-        problems += _audit_layer(layer)
+        problems += _audit_layer(scheduler, layer)
     return problems
 
 
-def _audit_layer(layer: LayerCache) -> list[str]:
+def _audit_layer(scheduler: Scheduler, layer: LayerCache) -> list[str]:
     where = f"layer {layer.layer_idx}"
     problems: list[str] = []
-    mapping = layer.mapping[:-1].cpu().numpy()
-    slots = layer.table.mapping
-    if layer.local_of is not None:
-        slots = np.where(layer.local_of >= 0, slots[layer.local_of], -1)
+    mapping = scheduler.mapping(layer).cpu().numpy()
+    slots = scheduler.planned_mapping(layer)
     for expert in np.flatnonzero(mapping != slots):
         problems.append(
             f"{where}: expert {expert} is in slot {mapping[expert]} on the device, "

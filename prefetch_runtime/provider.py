@@ -83,9 +83,14 @@ class CachedWeightProvider(ExpertWeightProvider):
             )
         self._tensors = tensors
 
-    def prepare(self, topk_ids: torch.Tensor) -> ExpertWeightResult:
-        """Bring in what is absent, publish the mapping, and rename the ids to slots."""
-        slot_ids = self._scheduler.fetch(self._layer_idx, topk_ids)
+    def prepare(
+        self, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+    ) -> ExpertWeightResult:
+        """Bring in what is absent, publish the mapping, and rename the ids to slots.
+
+        `padding`: rows that belong to no token and cost nothing, see `Scheduler.fetch`.
+        """
+        slot_ids = self._scheduler.fetch(self._layer_idx, topk_ids, padding=padding)
         tensors = self._tensors
         return ExpertWeightResult(
             tensors["w13_weight"],

@@ -3,6 +3,7 @@
 Shapes: E = experts of a layer (global ids), S = slots, T = tokens, K = top_k, L = MoE layers.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +53,17 @@ class ExpertWave(NamedTuple):
     expert_map: torch.Tensor
     """[E] int32 on the device: row of `buffers` of each expert of this wave, -1 for the others."""
     is_last: bool
+
+
+class WidePlan(NamedTuple):
+    """What a wide step of one layer does."""
+
+    streamed: IntArray
+    """Experts that go through the staging ring, in order."""
+    has_residents: bool
+    """Whether any demanded expert is in a slot."""
+    into_slots: CopyTicket | None
+    """The copies into empty slots, to be waited for and published; None if there are none."""
 
 
 class Scheduler:
@@ -130,19 +142,28 @@ class Scheduler:
         self._staging_of(layer)  # now, while vLLM's memory profiler counts what is allocated
         return layer
 
+    def seal(self) -> None:
+        """Called once, after the last `add_layer` and before the first step."""
+
     # One step
 
     def begin_step(self) -> None:
         """Advance the clock: called once per engine step, before the first layer."""
         self._now += 1
 
-    def fetch(self, layer_idx: int, topk_ids: torch.Tensor) -> torch.Tensor:
+    def fetch(
+        self, layer_idx: int, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Make the demanded experts resident; return their slots, [T, K], dtype of `topk_ids`.
+
+        `padding` says which rows belong to no token, as bool [T] (true = padding) or as an integer
+        KV slot mapping [T] (negative = padding). They cost nothing, like ids of -1.
 
         Raises:
             NotEnoughSlots: more distinct experts than slots; nothing has changed.
         """
         layer = self._layers[layer_idx]
+        topk_ids = without_padding(topk_ids, padding)
         self._fetch(layer, self._demanded(layer, topk_ids))
         return self._renamed(layer, topk_ids)
 
@@ -158,6 +179,16 @@ class Scheduler:
         self._publish(layer)
 
     # Wide steps
+
+    def most_tokens_at_once(self, top_k: int) -> int:
+        """Tokens of a step whose experts fit the slots of every layer, whatever they are.
+
+        A step of so many tokens may be captured in a graph that does not know its routing.
+        """
+        return min(
+            _most_tokens(layer.store.num_experts, layer.buffers.num_slots, top_k)
+            for layer in self.layers
+        )
 
     def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
         """Whether the demanded experts fit the slots. Reads the ids only if they might not."""
@@ -191,17 +222,10 @@ class Scheduler:
         Each wave must be computed, on the compute stream, before the next one is asked for.
         """
         layer = self._layers[layer_idx]
-        demanded = self._demanded(layer, topk_ids)
-        _, absent = layer.table.touch(demanded, self._now)
-        self._count_step(layer)
-        tokens_of = np.bincount(demanded[demanded >= 0], minlength=layer.store.num_experts)
-        absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
-        admitted, slots = layer.table.place_free(absent, self._now)
-        into_slots: CopyTicket | None = None
-        if admitted.size:
-            into_slots = self._copy(layer, admitted, layer.buffers, slots)
+        plan = self._plan_wide(layer, topk_ids)
         ring = self._staging_of(layer)
-        waves = cut_by_expert(absent[admitted.size :], ring[0].num_slots)
+        waves = cut_by_expert(plan.streamed, ring[0].num_slots)
+        layer.waves += 1 + len(waves)
         copies: list[CopyTicket] = []
 
         def start(index: int) -> None:
@@ -214,14 +238,11 @@ class Scheduler:
 
         for index in range(min(2, len(waves))):
             start(index)
-        if into_slots is not None:
-            self._copier.wait(into_slots)  # RAW: the residents' wave reads these slots
+        if plan.into_slots is not None:
+            self._copier.wait(plan.into_slots)  # RAW: the residents' wave reads these slots
             self._publish(layer)
-        layer.waves += 1 + len(waves)
-        resident = layer.table.mapping[np.unique(demanded[demanded >= 0])] >= 0
-        if resident.any() or not waves:
-            mapped = self._expert_map(layer, layer.table.mapping)
-            yield ExpertWave(layer.buffers, mapped, is_last=not waves)
+        if plan.has_residents or not waves:
+            yield ExpertWave(layer.buffers, self.mapping(layer), is_last=not waves)
         for index, experts in enumerate(waves):
             row_of = np.full(layer.store.num_experts, -1, dtype=np.int32)
             row_of[experts] = np.arange(experts.size, dtype=np.int32)
@@ -231,7 +252,35 @@ class Scheduler:
             if index + 2 < len(waves):
                 start(index + 2)
 
+    def _plan_wide(self, layer: LayerCache, topk_ids: torch.Tensor) -> WidePlan:
+        """Mark the residents used, give empty slots to the most demanded of the absent."""
+        demanded = self._demanded(layer, topk_ids)
+        hits, absent = layer.table.touch(demanded, self._now)
+        self._count_step(layer)
+        tokens_of = np.bincount(demanded[demanded >= 0], minlength=layer.store.num_experts)
+        absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
+        admitted, slots = layer.table.place_free(absent, self._now)
+        into_slots: CopyTicket | None = None
+        if admitted.size:
+            into_slots = self._copy(layer, admitted, layer.buffers, slots)
+        return WidePlan(
+            streamed=absent[admitted.size :],
+            has_residents=bool(hits.size + admitted.size),
+            into_slots=into_slots,
+        )
+
     # Looking at it
+
+    def mapping(self, layer: LayerCache) -> torch.Tensor:
+        """[E] int32 on the device: the slot of each expert as kernels see it, -1 when absent."""
+        return layer.mapping[:-1]
+
+    def planned_mapping(self, layer: LayerCache) -> IntArray:
+        """[E] int32: the mapping as it should be, global ids; for audits."""
+        slots = layer.table.mapping
+        if layer.local_of is None:
+            return slots
+        return np.where(layer.local_of >= 0, slots[layer.local_of], -1).astype(np.int32)
 
     def layer(self, layer_idx: int) -> LayerCache:
         """One layer's cache; for tests and audits."""
@@ -257,12 +306,14 @@ class Scheduler:
             staging_bytes=sum(half.nbytes for half in staging.values()),
             host_bytes=self._host_store.total_bytes,
             pinned_bytes=self._host_store.pinned_bytes,
-            layers=[_layer_stats(layer) for layer in layers],
+            layers=[self._stats_of(layer) for layer in layers],
         )
 
     def reset(self) -> None:
         """Empty every slot and restart the counters; what the device still reads stays in place."""
         self._copier.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the staged rows are written below
         for layer in self._layers.values():
             layer.table.clear()
             layer.experts_read = layer.steps = layer.waves = 0
@@ -282,6 +333,21 @@ class Scheduler:
         self._host_store.close()
 
     # Parts
+
+    def _stats_of(self, layer: LayerCache) -> LayerStats:
+        counters = layer.table.counters
+        return LayerStats(
+            layer_idx=layer.layer_idx,
+            layer_name=layer.layer_name,
+            num_experts=layer.store.num_experts,
+            num_slots=layer.buffers.num_slots,
+            steps=layer.steps,
+            hits=counters.hits,
+            misses=counters.misses,
+            evictions=counters.evictions,
+            waves=layer.waves,
+            bytes_copied=layer.experts_read * layer.store.layout.payload_bytes,
+        )
 
     def _demanded(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
         return self._local_ids(layer, topk_ids).ravel()
@@ -313,10 +379,7 @@ class Scheduler:
         The staged row may still be read by an earlier publication of this layer, but only until
         the host has seen ids that were computed after it: `_local_ids` waits for those first.
         """
-        slots = layer.table.mapping
-        if layer.local_of is not None:
-            slots = np.where(layer.local_of >= 0, slots[layer.local_of], -1)
-        layer.mapping_staged[:-1].numpy()[:] = slots
+        layer.mapping_staged[:-1].numpy()[:] = self.planned_mapping(layer)
         if layer.mapping_staged is not layer.mapping:
             layer.mapping.copy_(layer.mapping_staged, non_blocking=True)
 
@@ -347,6 +410,19 @@ class Scheduler:
             layer.steps += 1
 
 
+def _most_tokens(num_experts: int, num_slots: int, top_k: int) -> int:
+    """Largest T with min(T * top_k, num_experts) <= num_slots."""
+    return sys.maxsize if num_slots >= num_experts else num_slots // top_k
+
+
+def without_padding(topk_ids: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """[T, K] ids with -1 in the rows that `padding` (see `Scheduler.fetch`) marks."""
+    if padding is None:
+        return topk_ids
+    is_padding = padding if padding.dtype == torch.bool else padding < 0
+    return topk_ids.masked_fill(is_padding.unsqueeze(1), -1)
+
+
 def _checked_map(expert_map: torch.Tensor, num_local: int) -> IntArray:
     local_of: IntArray = expert_map.cpu().numpy().astype(np.int32)
     owned = np.sort(local_of[local_of >= 0])
@@ -356,19 +432,3 @@ def _checked_map(expert_map: torch.Tensor, num_local: int) -> IntArray:
             f"once, -1 elsewhere; got shape {tuple(local_of.shape)} with local ids {owned.tolist()}"
         )
     return local_of
-
-
-def _layer_stats(layer: LayerCache) -> LayerStats:
-    counters = layer.table.counters
-    return LayerStats(
-        layer_idx=layer.layer_idx,
-        layer_name=layer.layer_name,
-        num_experts=layer.store.num_experts,
-        num_slots=layer.buffers.num_slots,
-        steps=layer.steps,
-        hits=counters.hits,
-        misses=counters.misses,
-        evictions=counters.evictions,
-        waves=layer.waves,
-        bytes_copied=layer.experts_read * layer.store.layout.payload_bytes,
-    )

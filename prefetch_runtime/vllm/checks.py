@@ -1,7 +1,7 @@
 """Refuses, before anything is loaded, what the cache cannot serve exactly."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
@@ -14,7 +14,7 @@ class UnsupportedError(ConfigError):
     """A vLLM option or model that the expert cache cannot serve exactly."""
 
 
-def check_vllm_config(vllm_config: VllmConfig, config: PrefetchConfig) -> None:
+def check_vllm_config(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError for the first option that rules the cache out.
 
     Raises:
@@ -26,11 +26,6 @@ def check_vllm_config(vllm_config: VllmConfig, config: PrefetchConfig) -> None:
                 f"the expert cache ({spelled('slots_per_layer')}) does not support {option}; "
                 f"{remedy}"
             )
-    if config.mode in ("full", "segmented") and not current_platform.is_cuda():
-        raise UnsupportedError(
-            f"{spelled('mode')} {config.mode!r} needs a CUDA device, this is "
-            f"{current_platform.device_type!r}; use mode 'eager' or 'auto'"
-        )
     if current_platform.is_cpu() and (
         vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
     ):
@@ -43,6 +38,40 @@ def check_vllm_config(vllm_config: VllmConfig, config: PrefetchConfig) -> None:
             f"{vllm_config.model_config.model} has no experts (a dense model), so there is nothing "
             f"to cache; leave {spelled('slots_per_layer')} out"
         )
+
+
+def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["full", "eager"]:
+    """The mode that runs: what was asked for, or with "auto" the fastest that can run here.
+
+    Raises:
+        UnsupportedError: the mode that was asked for cannot run; says why.
+    """
+    asked = config.mode
+    if asked == "segmented":
+        raise UnsupportedError(
+            f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
+        )
+    if asked == "eager":
+        return "eager"
+    why_not = _why_not_full(vllm_config)
+    if why_not is None:
+        return "full"
+    if asked == "full":
+        raise UnsupportedError(f"{spelled('mode')} 'full' {why_not}; use 'eager' or 'auto'")
+    return "eager"
+
+
+def _why_not_full(vllm_config: VllmConfig) -> str | None:
+    if not current_platform.is_cuda():
+        return f"needs a CUDA device, this is {current_platform.device_type!r}"
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if graphs is None or not graphs.has_full_cudagraphs():
+        shown = None if graphs is None else graphs.name
+        return (
+            f"decodes as one CUDA graph, but vLLM runs with cudagraph_mode {shown} "
+            "(--enforce-eager, or an option that rules FULL graphs out)"
+        )
+    return None
 
 
 def check_slots(

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 
 from prefetch_runtime.config import PrefetchConfig, spelled
@@ -24,24 +25,28 @@ class PrefetchEngine:
     """Owns the expert cache of one worker."""
 
     def __init__(
-        self, vllm_config: VllmConfig, config: PrefetchConfig, device: torch.device
+        self, vllm_config: VllmConfig, config: PrefetchConfig, device: torch.device, *, mode: str
     ) -> None:
+        """`mode`: "full" or "eager", see `checks.choose_mode`."""
         self.config = config
         self.device = device
         self.host_store = HostStore()
-        self.mode = "eager"
-        self.scheduler = Scheduler(
+        self.mode = mode
+        self.scheduler: Scheduler = _scheduler_class(mode)(
             copier=create_copier(device),
             host_store=self.host_store,
             device=device,
             policy=config.policy,
             staging_slots=config.staging_slots,
-            mode=self.mode,
+            mode=mode,
             # vLLM 0.26's kernels cannot take -1 after a remap. Rows whose id is -1 belong to no
             # token, and vLLM drops what they yield, so any slot will do.
             id_for_padding=0,
         )
+        graphs = vllm_config.compilation_config.cudagraph_mode
+        self._pads = graphs is not None and graphs != CUDAGraphMode.NONE
         self.injection: RoutingInjection | None = None
+        self._top_k = 0
         self._vllm_config = vllm_config
         self._num_layers = 0
         self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -77,6 +82,7 @@ class PrefetchEngine:
         Raises:
             ConfigError: fewer than top_k or more than the layer's experts.
         """
+        self._top_k = max(self._top_k, top_k)
         config = self.config
         if config.expert_cache_gib is not None:
             asked = f"{spelled('expert_cache_gib')} {config.expert_cache_gib:g}"
@@ -103,6 +109,10 @@ class PrefetchEngine:
                 self.mode,
             )
         return num_slots
+
+    def fits_tokens(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens fits the slots whatever its routing is."""
+        return num_tokens <= self.scheduler.most_tokens_at_once(self._top_k)
 
     def _slots_within(self, budget_bytes: float, store: LayerStore) -> int:
         """Slots per layer, the same for all, that fit a budget for all layers together."""
@@ -131,10 +141,36 @@ class PrefetchEngine:
             return topk_ids
         return self.injection.replace(layer_idx, topk_ids)
 
+    def padding(self, num_tokens: int) -> torch.Tensor | None:
+        """Which of a call's rows belong to no token, as `Scheduler.fetch` takes it.
+
+        vLLM pads batches to the size of a captured graph. Its V2 runner marks those rows; the V1
+        runner gives them a negative place in the KV cache. Both tensors have fixed addresses.
+        """
+        if not self._pads or not is_forward_context_available():
+            return None
+        context = get_forward_context()
+        is_padding: torch.Tensor | None = context.is_padding
+        if is_padding is not None:
+            return is_padding[:num_tokens]
+        slot_mapping = context.slot_mapping
+        if not isinstance(slot_mapping, dict) or not slot_mapping:
+            return None
+        kv_slots: torch.Tensor = next(iter(slot_mapping.values()))
+        return kv_slots[:num_tokens] if kv_slots.shape[0] >= num_tokens else None
+
     def close(self) -> None:
         """Free the cache. Safe to call twice."""
         self.scheduler.close()
         self._wave_rows.clear()
+
+
+def _scheduler_class(mode: str) -> type[Scheduler]:
+    if mode == "full":
+        from prefetch_runtime.device_scheduler import DeviceScheduler  # imports triton
+
+        return DeviceScheduler
+    return Scheduler
 
 
 def current_engine() -> PrefetchEngine:

@@ -1,7 +1,6 @@
 """The model runner: vLLM's own, V1 or V2, with a scheduler that is told when a step begins."""
 
-from collections.abc import Hashable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -9,6 +8,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from prefetch_runtime.scheduler import Scheduler
 from prefetch_runtime.vllm.checks import check_layers_are_ours
 from prefetch_runtime.vllm.engine import PrefetchEngine
+from prefetch_runtime.vllm.graph_sizes import limit_v1_graphs, limit_v2_graphs
 from prefetch_runtime.vllm.routed_experts import PrefetchRoutedExperts
 
 
@@ -27,6 +27,18 @@ class PrefetchModelRunner:
             RoutedExperts,
             lambda layer: isinstance(layer, PrefetchRoutedExperts),
         )
+        self.scheduler.seal()
+        dispatcher = getattr(self, "cudagraph_dispatcher", None)
+        if dispatcher is not None:
+            limit_v1_graphs(dispatcher, self.prefetch_engine)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM decides here which batch sizes it captures; V2 keeps the list in its manager."""
+        result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        manager = getattr(self, "cudagraph_manager", None)
+        if manager is not None:
+            limit_v2_graphs(manager, self.prefetch_engine)
+        return result
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """One engine step: the clock moves before the first layer runs."""
@@ -34,7 +46,7 @@ class PrefetchModelRunner:
         return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
 
-@cache
+@lru_cache
 def runner_class(base: Any) -> type:
     """`PrefetchModelRunner` on top of a runner class of vLLM's."""
     return type(f"Prefetch{base.__name__}", (PrefetchModelRunner, base), {})
@@ -46,7 +58,7 @@ def adopt(runner: Any, engine: PrefetchEngine) -> Any:
     vLLM before 0.33 builds its runner inside `Worker.init_device`, with no place to hand in a
     class; re-classing the instance works with every version and for both runners.
     """
-    chosen: Hashable = type(runner)
+    chosen: Any = type(runner)
     runner.__class__ = runner_class(chosen)
     runner.prefetch_engine = engine
     runner.scheduler = engine.scheduler

@@ -57,15 +57,21 @@ class PrefetchRoutedExperts(RoutedExperts):
         method.process_weights_after_loading = process_weights_after_loading
         return method
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """The parameters that are not in the host store.
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """The parameters, with stand-ins for those in the host store while the model is loaded.
 
-        vLLM's loader asks a layer for its parameters in order to move those on the host to the
-        device, all experts at once. The model's own walk does not come through here, so that
-        checkpoints are still loaded into the host store by name.
+        vLLM's loader asks a layer for its parameters (`recurse` left as it is) in order to move
+        those on the host to the device, all experts at once. A stand-in has the name and shape,
+        no storage, and lies on neither. What writes the checkpoint into the parameters looks them
+        up with `recurse=False`, or from the model down, which does not come through here.
         """
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            if self._cache_provider is not None or not self._cache_engine.holds(parameter):
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if recurse and self._cache_provider is None and self._cache_engine.holds(parameter):
+                stand_in = torch.empty_like(parameter, device="meta")
+                yield name, torch.nn.Parameter(stand_in, requires_grad=False)
+            else:
                 yield name, parameter
 
     def _move_in(self, process: Any) -> None:
@@ -127,8 +133,9 @@ class PrefetchRoutedExperts(RoutedExperts):
             if self._tuned is not None:
                 config = self._tuned.of(x, self.w13_weight, self.w2_weight)
                 stack.enter_context(launched_as(config))
+            padding = engine.padding(topk_ids.shape[0])
             if scheduler.fits(self._cache_layer_idx, topk_ids):
-                slot_ids = provider.prepare(topk_ids).topk_ids
+                slot_ids = provider.prepare(topk_ids, padding=padding).topk_ids
                 return super().forward_modular(x, topk_weights, slot_ids, *args, **kwargs)
             if self._rows is None:
                 return self._forward_by_token(x, topk_weights, topk_ids, *args, **kwargs)

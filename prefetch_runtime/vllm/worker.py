@@ -10,7 +10,12 @@ import prefetch_runtime
 from prefetch_runtime.audit import audit
 from prefetch_runtime.config import PrefetchConfig, spelled
 from prefetch_runtime.vllm import routed_experts
-from prefetch_runtime.vllm.checks import UnsupportedError, check_vllm_config, prepare_compilation
+from prefetch_runtime.vllm.checks import (
+    UnsupportedError,
+    check_vllm_config,
+    choose_mode,
+    prepare_compilation,
+)
 from prefetch_runtime.vllm.engine import PrefetchEngine
 from prefetch_runtime.vllm.model_runner import adopt
 
@@ -34,19 +39,25 @@ class PrefetchWorker(BaseWorker):
         """Raises ConfigError for settings, options or models that the cache cannot serve."""
         self.prefetch_config = PrefetchConfig.from_additional_config(vllm_config.additional_config)
         if self.prefetch_config.enabled:
-            check_vllm_config(vllm_config, self.prefetch_config)
-            prepare_compilation(vllm_config, mode="eager", version=prefetch_runtime.__version__)
+            check_vllm_config(vllm_config)
+            self.prefetch_mode = self._choose_mode(vllm_config)
+            prepare_compilation(
+                vllm_config, mode=self.prefetch_mode, version=prefetch_runtime.__version__
+            )
             routed_experts.register()
         else:
             routed_experts.unregister()
         super().__init__(vllm_config, *args, **kwargs)
+
+    def _choose_mode(self, vllm_config: VllmConfig) -> str:
+        return choose_mode(vllm_config, self.prefetch_config)
 
     def init_device(self) -> None:
         """Build vLLM's runner, then put the expert cache beside it."""
         super().init_device()
         if self.prefetch_config.enabled:
             self.prefetch_engine = PrefetchEngine(
-                self.vllm_config, self.prefetch_config, self.device
+                self.vllm_config, self.prefetch_config, self.device, mode=self.prefetch_mode
             )
             self.model_runner: Any = adopt(self.model_runner, self.prefetch_engine)
 

@@ -1,0 +1,215 @@
+"""The scheduler of `full` mode: plans and fills are kernels, so that a captured graph decides.
+
+The device's slot table is the only truth, written by kernels on the compute stream alone. The host
+keeps no copy of it and never picks a victim: vLLM schedules a step while the GPU runs the last one.
+Shapes: L = layers, E = experts of a layer, S = slots, T = tokens, K = top_k.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from graphs import DeviceSlotTable, ExpertFill, LayerRecords, RecordTable, field_of
+from prefetch_runtime.policies import create_device_form, create_policy
+from prefetch_runtime.scheduler import IntArray, LayerCache, Scheduler, WidePlan
+from prefetch_runtime.stats import LayerStats, RuntimeStats
+from prefetch_runtime.waves import cut_by_token
+
+MAX_ASSIGNMENTS = 8192
+"""Most assignments (T * K) that one plan takes; larger steps run as waves."""
+
+
+class DeviceScheduler(Scheduler):
+    """`Scheduler` with its decisions on the device. Call `seal` after the last `add_layer`."""
+
+    _table: DeviceSlotTable | None = None
+    _demand_fill: ExpertFill | None = None
+
+    def seal(self) -> None:
+        """Build the device's tables over all layers; their addresses are fixed from here on.
+
+        Raises:
+            ValueError: no layers, layers of different sizes, or a host store that is not mapped
+                for the device.
+        """
+        layers = self.layers
+        if not layers:
+            raise ValueError("add the layers before sealing the scheduler")
+        sizes = {(layer.store.num_experts, layer.buffers.num_slots) for layer in layers}
+        if len(sizes) > 1 or [layer.layer_idx for layer in layers] != list(range(len(layers))):
+            raise ValueError(
+                f"full mode needs the same number of experts and slots in every MoE layer, got "
+                f"{sorted(sizes)} (experts, slots); use mode 'eager'"
+            )
+        ((num_experts, num_slots),) = sizes
+        self._table = DeviceSlotTable(
+            num_layers=len(layers),
+            num_experts=num_experts,
+            num_slots=num_slots,
+            policy=create_device_form(self._policy),
+            units_per_step=create_policy(self._policy).units_per_step,
+            device=self._device,
+            max_assignments=MAX_ASSIGNMENTS,
+        )
+        records = RecordTable([self._records_of(layer) for layer in layers], device=self._device)
+        self._demand_fill = ExpertFill(self._table, records)
+
+    def _records_of(self, layer: LayerCache) -> LayerRecords:
+        store = layer.store
+        # On a CPU device kernels run interpreted and read host memory where it is.
+        base = store.device_address if self._device.type == "cuda" else store.address
+        return LayerRecords(
+            host_base=base,
+            record_bytes=store.layout.record_bytes,
+            fields=tuple(
+                field_of(layer.buffers.tensors[field.name], field.offset)
+                for field in store.layout.fields
+                if field.nbytes
+            ),
+        )
+
+    @property
+    def table(self) -> DeviceSlotTable:
+        """The slots of all layers. Raises RuntimeError before `seal`."""
+        if self._table is None:
+            raise RuntimeError("the scheduler is not sealed yet; call seal() after the last layer")
+        return self._table
+
+    # One step
+
+    def begin_step(self) -> None:
+        """Nothing: the clock moves with the first layer, inside the graph, once per replay."""
+
+    def _begin_layer(self, layer_idx: int) -> None:
+        if layer_idx == 0:
+            self.table.advance()
+
+    def fetch(
+        self, layer_idx: int, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `Scheduler.fetch`, by kernels on the current stream; the host waits for nothing.
+
+        May be captured. The ids that it returns are the layer's own buffer: its next plan
+        overwrites them. More experts than slots cannot be told here: `fits` answers first.
+        """
+        self._begin_layer(layer_idx)
+        return self._resolve(layer_idx, topk_ids, padding)
+
+    def _resolve(
+        self, layer_idx: int, topk_ids: torch.Tensor, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert self._demand_fill is not None
+        slot_ids = self.table.resolve(layer_idx, topk_ids, padding=padding)
+        # Demand entries are in the mapping before their bytes: fill and experts follow in order.
+        self._demand_fill.fill(layer_idx)
+        return slot_ids
+
+    def token_waves(
+        self, layer_idx: int, topk_ids: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """As in `Scheduler`; the host reads the ids to find the runs, the device plans each."""
+        self._begin_layer(layer_idx)
+        for run in cut_by_token(topk_ids.cpu().numpy(), self.table.num_slots):
+            self._layers[layer_idx].waves += 1
+            yield run, self._resolve(layer_idx, topk_ids[run])
+
+    def most_tokens_at_once(self, top_k: int) -> int:
+        """As in `Scheduler`, within what one plan takes."""
+        return min(super().most_tokens_at_once(top_k), MAX_ASSIGNMENTS // top_k)
+
+    def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
+        """Whether the demand fits the slots whatever it is. Reads nothing from the device."""
+        layer = self._layers[layer_idx]
+        worst = min(topk_ids.numel(), layer.store.num_experts)
+        return worst <= layer.buffers.num_slots and topk_ids.numel() <= MAX_ASSIGNMENTS
+
+    def _plan_wide(self, layer: LayerCache, topk_ids: torch.Tensor) -> WidePlan:
+        """As in `Scheduler`, but what is resident is read from the device, with the demand, in one
+        transfer; and every change is made by a kernel that follows on the same stream."""
+        table = self.table
+        index, num_experts = layer.layer_idx, table.num_experts
+        self._begin_layer(index)
+        ids = topk_ids.reshape(-1).long()
+        tokens_of = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+        # Ids of -1 are counted in a place of their own, which nobody reads.
+        ids = torch.where(ids < 0, num_experts, ids)
+        tokens_of.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        seen: IntArray = (
+            torch.cat([tokens_of[:num_experts], table.mapping[index], table.owner[index]])
+            .cpu()
+            .numpy()
+        )
+        tokens, mapping, owner = np.split(seen, (num_experts, 2 * num_experts))
+        demanded = np.flatnonzero(tokens).astype(np.int32)
+        absent = demanded[mapping[demanded] < 0]
+        absent = absent[np.argsort(-tokens[absent], kind="stable")]
+        num_free = int(np.count_nonzero(owner < 0))
+        admitted, streamed = absent[:num_free], absent[num_free:]
+        if admitted.size:
+            # Empty slots have the lowest scores, so this evicts nothing.
+            self._resolve(index, self._row_of_ids(admitted))
+        rest = np.setdiff1d(demanded, admitted)
+        if rest.size:
+            table.touch(index, self._row_of_ids(rest))
+        return WidePlan(
+            streamed=streamed, has_residents=streamed.size < demanded.size, into_slots=None
+        )
+
+    def _row_of_ids(self, experts: IntArray) -> torch.Tensor:
+        """[1, E] int32 on the device, padded with -1: one shape, so one compiled kernel."""
+        row = np.full((1, self.table.num_experts), -1, dtype=np.int32)
+        row[0, : experts.size] = experts
+        return torch.from_numpy(row).to(self._device)
+
+    # Looking at it
+
+    def mapping(self, layer: LayerCache) -> torch.Tensor:
+        """[E] int32: the row itself, which later plans change in the order of the stream."""
+        return self.table.mapping[layer.layer_idx]
+
+    def planned_mapping(self, layer: LayerCache) -> IntArray:
+        """[E] int32: what the owners say. The host knows nothing else to compare with."""
+        planned = np.full(self.table.num_experts, -1, dtype=np.int32)
+        owner = self.table.owner[layer.layer_idx].cpu().numpy()
+        slots = np.flatnonzero(owner >= 0)
+        planned[owner[slots]] = slots
+        return planned
+
+    def stats(self) -> RuntimeStats:
+        """The counters as they are now. Waits for the device.
+
+        Raises:
+            SlotTableError: a plan could not be carried out, so outputs since then are wrong.
+        """
+        self.table.check_errors()
+        return super().stats()
+
+    def _stats_of(self, layer: LayerCache) -> LayerStats:
+        counters = self.table.counters_of(layer.layer_idx)
+        return LayerStats(
+            layer_idx=layer.layer_idx,
+            layer_name=layer.layer_name,
+            num_experts=layer.store.num_experts,
+            num_slots=layer.buffers.num_slots,
+            steps=int(self.table.step.item()) - 1,
+            hits=counters.hits,
+            misses=counters.misses,
+            evictions=counters.evictions,
+            waves=layer.waves,
+            # Every miss is one expert read, into a slot or through the staging ring.
+            bytes_copied=counters.misses * layer.store.layout.payload_bytes,
+        )
+
+    def reset(self) -> None:
+        """Empty every slot and restart the counters. Between steps only."""
+        self._copier.synchronize()
+        self.table.clear()
+        for layer in self.layers:
+            layer.waves = 0
+
+    def close(self) -> None:
+        """Drain the copies and free the tables. Captured graphs go first. Safe to call twice."""
+        if self._table is not None:
+            self._table.close()
+        super().close()

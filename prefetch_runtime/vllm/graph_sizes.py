@@ -1,0 +1,61 @@
+"""Keeps FULL graphs to batch sizes whose experts always fit the slots; larger ones run as waves."""
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+
+from prefetch_runtime.vllm.engine import PrefetchEngine
+
+logger = init_logger(__name__)
+
+
+def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:
+    """Have a V1 `CudagraphDispatcher` leave out, whenever it lists its graphs, those too wide.
+
+    A batch that finds no FULL graph takes the PIECEWISE one of its size, whose MoE layers run
+    between the pieces.
+    """
+    initialize = dispatcher.initialize_cudagraph_keys
+
+    def initialize_and_limit(*args: Any, **kwargs: Any) -> None:
+        initialize(*args, **kwargs)
+        keys = dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
+        kept = {key for key in keys if engine.fits_tokens(key.num_tokens)}
+        report(kept={k.num_tokens for k in kept}, of={k.num_tokens for k in keys})
+        dispatcher.cudagraph_keys[CUDAGraphMode.FULL] = kept
+
+    dispatcher.initialize_cudagraph_keys = initialize_and_limit
+
+
+def limit_v2_graphs(manager: Any, engine: PrefetchEngine) -> None:
+    """The same for a V2 `CudaGraphManager`, which lists its graphs when it is built."""
+    descs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
+    kept = [desc for desc in descs if engine.fits_tokens(desc.num_tokens)]
+    report(kept={d.num_tokens for d in kept}, of={d.num_tokens for d in descs})
+    if len(kept) == len(descs):
+        return
+    manager._capture_descs[CUDAGraphMode.FULL] = kept
+    manager._candidates = {
+        size: [
+            desc
+            for desc in candidates
+            if desc.cg_mode != CUDAGraphMode.FULL or engine.fits_tokens(desc.num_tokens)
+        ]
+        for size, candidates in manager._candidates.items()
+    }
+
+
+def report(*, kept: set[int], of: set[int]) -> None:
+    """Say once which batch sizes decode as one graph."""
+    if not of:
+        return
+    left_out = sorted(of - kept)
+    logger.info_once(
+        "Expert cache: batches of %s tokens decode as one CUDA graph; %s",
+        ", ".join(map(str, sorted(kept))) or "no",
+        f"those of {', '.join(map(str, left_out))} may need more experts than there are slots "
+        "and run their MoE layers as waves"
+        if left_out
+        else "none is too wide for the slots",
+    )
