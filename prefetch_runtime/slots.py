@@ -16,7 +16,7 @@ from .policies import EMPTY_SCORE, REBASE_SCORE, EvictionPolicy, IntArray, rebas
 _PROTECTED = int(np.iinfo(np.int32).max)  # above every score: never chosen
 _LAST_RESORT = _PROTECTED - 1  # chosen after every resident expert
 
-IndexArray = npt.NDArray[np.intp]
+_FEW = 64  # up to here, a Python set is faster than marking an array
 _NONE = np.empty(0, dtype=np.int32)
 _NONE.flags.writeable = False
 
@@ -146,6 +146,7 @@ class SlotTable:
         self._demanded_at.fill(0)
         self._num_in_flight = 0
         self._num_unused = 0
+        self._last_demand = 0  # latest entry of _demanded_at
         self._now = 1
         self._clock_origin = 0
         self.counters = SlotCounters()
@@ -165,12 +166,12 @@ class SlotTable:
         slots = self.mapping[demanded]
         resident = slots >= 0
         hit_slots = slots[resident]
-        hits = demanded[resident].astype(np.int32)
+        hits = demanded[resident]
         if hits.size == demanded.size:
             self._use(hits, hit_slots, clock, now)
             return SlotPlan(hits, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
-        loads = demanded[~resident].astype(np.int32)
+        loads = demanded[~resident]
         late = late_slots = _NONE
         if self._num_in_flight:
             reserved = self._reserved[loads]
@@ -198,7 +199,7 @@ class SlotTable:
             self.counters.prefetch_dropped += dropped.size
         self._evict(load_slots)
         self._place(loads, load_slots, clock)
-        self._demanded_at[load_slots] = now
+        self._mark_demanded(load_slots, now)
         self.counters.misses += loads.size
         return SlotPlan(hits, loads, load_slots, evicted, late, late_slots, dropped)
 
@@ -212,8 +213,8 @@ class SlotTable:
         clock = self._advance(now)
         slots = self.mapping[demanded]
         resident = slots >= 0
-        hits = demanded[resident].astype(np.int32)
-        absent = demanded[~resident].astype(np.int32)
+        hits = demanded[resident]
+        absent = demanded[~resident]
         self.policy.miss(absent, clock)
         self._use(hits, slots[resident], clock, now)
         self.counters.misses += absent.size
@@ -226,12 +227,14 @@ class SlotTable:
         what no empty slot is left for are skipped. The placed are mapped and count as demanded at
         `now`; the counters do not change.
         """
-        wanted = self._absent_in_order(expert_ids)
+        named = self._in_order(expert_ids)
         clock = self._advance(now)
+        absent = (self.mapping[named] < 0) & (self._reserved[named] < 0)
+        wanted = named[absent]
         free = np.flatnonzero(self.owner < 0)[: wanted.size].astype(np.int32)
         placed = wanted[: free.size]
         self._place(placed, free, clock)
-        self._demanded_at[free] = now
+        self._mark_demanded(free, now)
         return placed, free
 
     def reserve(self, forecast: npt.ArrayLike, now: int, limit: int) -> tuple[IntArray, IntArray]:
@@ -244,18 +247,21 @@ class SlotTable:
         """
         if limit < 0:
             raise ValueError(f"limit must not be negative, got {limit}")
-        wanted = self._absent_in_order(forecast)[:limit]
-        forecast_ids = self._unique(forecast)
+        named = self._in_order(forecast)
         self._advance(now)
+        held = self.mapping[named]
+        absent = (held < 0) & (self._reserved[named] < 0)
+        wanted = named[absent][:limit]
         if wanted.size == 0:
             return wanted, _NONE
-        kept = self.mapping[forecast_ids]
         key = self.score.copy()
-        key[kept[kept >= 0]] = _PROTECTED
-        key[self._in_flight] = _PROTECTED
-        key[self._demanded_at == now] = _PROTECTED
-        order = key.argsort(kind="stable")[: wanted.size].astype(np.int32)
-        slots = order[key[order] != _PROTECTED]
+        key[held[held >= 0]] = _PROTECTED
+        if self._num_in_flight:
+            key[self._in_flight] = _PROTECTED
+        if self._last_demand == now:
+            key[self._demanded_at == now] = _PROTECTED
+        slots = key.argsort(kind="stable")[: wanted.size].astype(np.int32)
+        slots = slots[key[slots] != _PROTECTED]
         taken = wanted[: slots.size]
         self._evict(slots)
         self.owner[slots] = taken
@@ -333,40 +339,42 @@ class SlotTable:
                     f"owner {self.owner}, score {self.score}, counters {counters})"
                 )
 
-    def _ids(self, expert_ids: npt.ArrayLike) -> IndexArray:
-        ids = np.asarray(expert_ids)
-        if ids.size == 0:
-            return np.empty(0, dtype=np.intp)
-        if ids.dtype.kind not in "iu":
-            raise ValueError(f"expert ids must be integers, got {ids.dtype}")
-        low, high = ids.min(), ids.max()
+    def _unique(self, expert_ids: npt.ArrayLike) -> IntArray:
+        """Ascending ids without duplicates and -1."""
+        ids = _integers(expert_ids)
+        if ids.size > _FEW:
+            self._check_range(np.minimum.reduce(ids), np.maximum.reduce(ids))
+            marks = self._marks
+            marks[ids] = True
+            unique: IntArray = marks[:-1].nonzero()[0].astype(np.int32)
+            marks[ids] = False
+            return unique
+        values = sorted(set(ids.tolist()))
+        if not values:
+            return _NONE
+        self._check_range(values[0], values[-1])
+        return np.array(values[1:] if values[0] < 0 else values, dtype=np.int32)
+
+    def _in_order(self, expert_ids: npt.ArrayLike) -> IntArray:
+        """Ids without duplicates and -1, in the order of their first mention."""
+        values = dict.fromkeys(_integers(expert_ids).tolist())
+        if values:
+            self._check_range(min(values), max(values))
+        values.pop(-1, None)
+        return np.array(list(values), dtype=np.int32)
+
+    def _check_range(self, low: int, high: int) -> None:
         if low < -1 or high >= self.num_experts:
             raise ValueError(
                 f"expert id {low if low < -1 else high} is out of range: layer {self.layer_idx} "
                 f"has experts 0 to {self.num_experts - 1} (-1 marks padding)"
             )
-        return ids.ravel().astype(np.intp)
 
-    def _unique(self, expert_ids: npt.ArrayLike) -> IndexArray:
-        """Ascending ids without duplicates and -1."""
-        ids = self._ids(expert_ids)
-        marks = self._marks
-        marks[ids] = True
-        unique = np.flatnonzero(marks[:-1])
-        marks[ids] = False
-        return unique
-
-    def _absent_in_order(self, expert_ids: npt.ArrayLike) -> IntArray:
-        ids = self._ids(expert_ids)
-        ids = ids[ids >= 0]
-        ids = ids[(self.mapping[ids] < 0) & (self._reserved[ids] < 0)]
-        first = np.unique(ids, return_index=True)[1]
-        return ids[np.sort(first)].astype(np.int32)
-
-    def _in_flight_ids(self, expert_ids: npt.ArrayLike) -> IndexArray:
+    def _in_flight_ids(self, expert_ids: npt.ArrayLike) -> IntArray:
         ids = self._unique(expert_ids)
-        strangers = ids[self._reserved[ids] < 0]
-        if strangers.size:
+        absent = self._reserved[ids] < 0
+        if absent.any():
+            strangers = ids[absent]
             raise ValueError(
                 f"layer {self.layer_idx}: experts {strangers.tolist()} are not in flight"
             )
@@ -385,7 +393,7 @@ class SlotTable:
 
     def _use(self, hits: IntArray, slots: IntArray, clock: int, now: int) -> None:
         self.score[slots] = self.policy.hit(self.score[slots], hits, clock)
-        self._demanded_at[slots] = now
+        self._mark_demanded(slots, now)
         self.counters.hits += hits.size
         if self._num_unused:
             used = int(np.count_nonzero(self._unused[slots]))
@@ -393,14 +401,18 @@ class SlotTable:
             self._num_unused -= used
             self.counters.prefetch_used += used
 
+    def _mark_demanded(self, slots: IntArray, now: int) -> None:
+        self._demanded_at[slots] = now
+        self._last_demand = now
+
     def _land(self, late: IntArray, slots: IntArray, clock: int, now: int) -> None:
         """Map experts that are demanded while in flight."""
         self._vacate_reserved(late)
         self._place(late, slots, clock)
-        self._demanded_at[slots] = now
+        self._mark_demanded(slots, now)
         self.counters.late += late.size
 
-    def _vacate_reserved(self, expert_ids: npt.NDArray[np.integer]) -> None:
+    def _vacate_reserved(self, expert_ids: IntArray) -> None:
         """End the in-flight state; the owner of the slot is the caller's to set."""
         self._in_flight[self._reserved[expert_ids]] = False
         self._reserved[expert_ids] = -1
@@ -419,8 +431,18 @@ class SlotTable:
             self._num_unused -= wasted
             self.counters.prefetch_dropped += wasted
 
-    def _place(self, expert_ids: npt.NDArray[np.integer], slots: IntArray, clock: int) -> None:
+    def _place(self, expert_ids: IntArray, slots: IntArray, clock: int) -> None:
         """Map experts to slots that hold nothing resident."""
         self.mapping[expert_ids] = slots
         self.owner[slots] = expert_ids
-        self.score[slots] = self.policy.insert(expert_ids.astype(np.int32), clock)
+        self.score[slots] = self.policy.insert(expert_ids, clock)
+
+
+def _integers(expert_ids: npt.ArrayLike) -> npt.NDArray[np.integer]:
+    """Ids in one row; ValueError for what is not integers."""
+    ids = np.asarray(expert_ids)
+    if ids.dtype.kind not in "iu":
+        if ids.size:
+            raise ValueError(f"expert ids must be integers, got {ids.dtype}")
+        return _NONE
+    return ids.ravel()

@@ -365,6 +365,21 @@ def test_ids_of_any_shape_type_and_number_of_repeats_are_one_set() -> None:
     assert table.counters.demanded == 4
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 300])
+def test_wide_demands_are_the_same_set_as_narrow_ones(num_tokens: int) -> None:
+    rng = np.random.default_rng(num_tokens)
+    ids = rng.integers(-1, 20, (num_tokens, 8)).astype(np.int16)
+    plan = _table(32, 24).plan(ids, 1)
+    assert plan.loads.tolist() == sorted(set(ids.ravel().tolist()) - {-1})
+    assert plan.loads.dtype == np.int32
+    for bad in (-2, 32):
+        ids[num_tokens // 2, 3] = bad
+        table = _table(32, 24)
+        with pytest.raises(ValueError, match=f"expert id {bad} is out of range"):
+            table.plan(ids, 1)
+        table.check_integrity()
+
+
 def test_late_expert_takes_the_slot_reserved_for_it() -> None:
     table = _table()
     taken, slots = table.reserve([6, 4], 1, 8)

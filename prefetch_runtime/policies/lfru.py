@@ -47,7 +47,9 @@ class LFRU:
         return top + gain
 
     def insert(self, expert_ids: IntArray, now: int) -> IntArray:
-        return np.full(len(expert_ids), now * UNITS_PER_STEP, dtype=np.int32)
+        scores = np.empty(len(expert_ids), dtype=np.int32)
+        scores.fill(now * UNITS_PER_STEP)
+        return scores
 
     def miss(self, expert_ids: IntArray, now: int) -> None:
         pass

@@ -16,13 +16,19 @@ class LRU:
     units_per_step: ClassVar[int] = 1
 
     def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
-        return np.full(len(scores), now, dtype=np.int32)
+        return _filled(len(scores), now)
 
     def insert(self, expert_ids: IntArray, now: int) -> IntArray:
-        return np.full(len(expert_ids), now, dtype=np.int32)
+        return _filled(len(expert_ids), now)
 
     def miss(self, expert_ids: IntArray, now: int) -> None:
         pass
+
+
+def _filled(size: int, score: int) -> IntArray:
+    scores: IntArray = np.empty(size, dtype=np.int32)
+    scores.fill(score)  # a third of the time of np.full
+    return scores
 
 
 def device_form() -> DeviceForm:
