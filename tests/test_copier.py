@@ -22,19 +22,17 @@ from typing import Any
 import pytest
 import torch
 
-from prefetch_runtime import copier as copier_module
+from prefetch_runtime import cuda_copier
 from prefetch_runtime.copier import (
-    BatchedCopies,
     ByteRanges,
     CopyError,
     CopyJob,
     CopyTicket,
-    CudaCopier,
     HostCopier,
-    SingleCopies,
-    TorchCopies,
+    byte_ranges,
     create_copier,
 )
+from prefetch_runtime.cuda_copier import BatchedCopies, CudaCopier, SingleCopies, TorchCopies
 from prefetch_runtime.cudart import CudaError, load_cuda_python
 from prefetch_runtime.host_store import HostStore, LayerStore, RecordLayout
 from prefetch_runtime.slot_buffers import CopyRange, SlotBuffers
@@ -242,19 +240,19 @@ def test_the_host_copier_brings_the_right_bytes_and_touches_no_other_slot() -> N
             copier.submit([])
 
 
-def test_a_failed_copy_on_the_host_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_copier_refuses_bad_jobs_and_slots_elsewhere() -> None:
     with filled_store(pinning=False) as store:
-        copier = HostCopier()
         slots = poisoned(4, LAYOUT, CPU)
-        job = CopyJob(store.layer(0), 0, slots, 0)
-        with monkeypatch.context() as patch:
-            patch.setattr(SlotBuffers, "row_bytes", lambda *_: torch.empty(1, dtype=torch.uint8))
-            with pytest.raises(CopyError, match="a copy in host memory failed"):
-                copier.submit([job])
-        for call in (lambda: copier.submit([job]), copier.synchronize):
-            with pytest.raises(CopyError, match="a copy in host memory failed"):
-                call()
-        copier.close()
+        copier = HostCopier()
+        meta = SlotBuffers(4, LAYOUT, torch.device("meta"))
+        for job, message in [
+            (CopyJob(store.layer(0), 8, slots, 0), "layer 0 has experts 0 to 7, not 8"),
+            (CopyJob(store.layer(0), 0, slots, 4), "slot 4 is not one of 4 slots"),
+            (CopyJob(store.layer(0), 0, meta, 0), "slots on meta, but the copier is for cpu"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                copier.submit([CopyJob(store.layer(0), 1, slots, 1), job])
+        assert all(is_poison(slots, slot_id) for slot_id in range(4))
 
 
 def test_a_closed_store_is_no_source() -> None:
@@ -488,7 +486,7 @@ def test_the_calls_get_the_ranges_and_the_copy_stream(kind: Any, name: str) -> N
 def test_without_cuda_python_torch_copies_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(copier_module, "load_cuda_python", lambda: None)
+    monkeypatch.setattr(cuda_copier, "load_cuda_python", lambda: None)
     assert isinstance(CudaCopier(CPU, streams=PlayedCuda()).calls, TorchCopies)
     assert "cuda-python is not installed" in caplog.text
 
@@ -502,8 +500,8 @@ def test_where_batches_do_not_work_copies_go_one_by_one_and_the_log_says_so(
     def refuse(*_: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(copier_module, "load_cuda_python", SeenCuda)
-    monkeypatch.setattr(copier_module, "_try_batch", refuse)
+    monkeypatch.setattr(cuda_copier, "load_cuda_python", SeenCuda)
+    monkeypatch.setattr(cuda_copier, "_try_batch", refuse)
     assert isinstance(CudaCopier(CPU, streams=PlayedCuda()).calls, SingleCopies)
     assert len(caplog.records) == 1
     assert "batched copies do not work here" in caplog.text
@@ -514,8 +512,8 @@ def test_a_batch_that_brings_wrong_bytes_stops_the_start(monkeypatch: pytest.Mon
     def wrong(*_: Any) -> None:
         raise CopyError("a batched copy brought wrong bytes")
 
-    monkeypatch.setattr(copier_module, "load_cuda_python", SeenCuda)
-    monkeypatch.setattr(copier_module, "_try_batch", wrong)
+    monkeypatch.setattr(cuda_copier, "load_cuda_python", SeenCuda)
+    monkeypatch.setattr(cuda_copier, "_try_batch", wrong)
     with pytest.raises(CopyError, match="wrong bytes"):
         CudaCopier(CPU, streams=PlayedCuda())
 
@@ -794,7 +792,7 @@ def test_ranges_are_named_tuples_of_plain_numbers() -> None:
     with filled_store(pinning=False) as store:
         slots = poisoned(2, LAYOUT, CPU)
         ids = torch.tensor([1], dtype=torch.int32).numpy()
-        ranges = copier_module.byte_ranges([CopyJob(store.layer(0), ids[0], slots, ids[0])])
+        ranges = byte_ranges([CopyJob(store.layer(0), ids[0], slots, ids[0])])
         numbers = [*ranges.dsts, *ranges.srcs, *ranges.sizes]
         assert all(type(number) is int for number in numbers)
         assert isinstance(slots.ranges(LAYOUT)[0], CopyRange)

@@ -9,7 +9,8 @@ import sys
 
 import torch
 
-from prefetch_runtime.copier import CopyError, CopyJob, CudaCopier
+from prefetch_runtime.copier import CopyError, CopyJob
+from prefetch_runtime.cuda_copier import CudaCopier
 from prefetch_runtime.host_store import HostStore, RecordLayout
 from prefetch_runtime.slot_buffers import CopyRange, SlotBuffers
 
