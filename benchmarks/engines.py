@@ -142,6 +142,7 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace, load_s: float) ->
         batch = prompts(size, 64)
         go(batch, 4)
         before = (counted("hits"), counted("misses")) if is_cache else (0.0, 0.0)
+        calls = llm.collective_rpc("prefetch_stats")[0]["host_calls"] if is_cache else 0
         times = []
         for _ in range(3):
             times.append((go(batch, options.new + 1)[0] - go(batch, 1)[0]) / options.new)
@@ -149,10 +150,17 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace, load_s: float) ->
         if is_cache:
             hits, misses = counted("hits") - before[0], counted("misses") - before[1]
             row[f"hit_b{size}"] = hits / max(1.0, hits + misses)
+            # Six generations of this batch: their prompts are run by the host, decode steps that
+            # are replays of one graph are not.
+            calls = llm.collective_rpc("prefetch_stats")[0]["host_calls"] - calls
+            row[f"host_calls_b{size}"] = calls
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
     row["record"] = record(llm, go, options)
     if is_cache:
         row["stats"] = llm.collective_rpc("prefetch_stats")[0]
+        row["mode"] = row["stats"]["mode"]
+        for memory in ("slot", "staging", "host", "pinned"):
+            row[f"{memory}_gib"] = row["stats"][f"{memory}_bytes"] / 2**30
         row["audit"] = llm.collective_rpc("prefetch_audit")[0][:5]
     return row
 
@@ -184,6 +192,15 @@ def _offloaded_bytes(worker: Any) -> int:
     )
 
 
+def compare(row: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Print whether an engine's tokens and layer outputs are the reference's."""
+    found = differences(row["record"], reference["record"])
+    batches = reference["record"].values()
+    forwards = sum(len(outputs) for b in batches for outputs in b["layers"].values())
+    tokens = sum(len(ids) for b in batches for ids in b["tokens"])
+    print(f"SAME {row['engine']}: {not found} ({tokens} tokens, {forwards} outputs)", *found[:5])
+
+
 def main() -> int:
     """Measure every engine, print a table."""
     options = parse()
@@ -204,15 +221,10 @@ def main() -> int:
         row = rows[-1]
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
         print("ROW", json.dumps({k: v for k, v in shown.items() if k not in ("record", "stats")}))
-        sys.stdout.flush()
-    reference = next((r for r in rows if r["engine"] == "resident" and "record" in r), None)
-    for row in rows:
+        reference = next((r for r in rows if r["engine"] == "resident" and "record" in r), None)
         if reference is not None and row is not reference and "record" in row:
-            found = differences(row["record"], reference["record"])
-            forwards = sum(
-                len(f) for b in reference["record"].values() for f in b["layers"].values()
-            )
-            print(f"SAME {row['engine']}: {not found} over {forwards} layer outputs", *found[:5])
+            compare(row, reference)
+        sys.stdout.flush()
     if options.out is not None:
         options.out.write_text(json.dumps(rows))
     return 0

@@ -205,6 +205,7 @@ class DeviceScheduler(Scheduler):
         """Empty every slot and restart the counters. Between steps only."""
         self._copier.synchronize()
         self.table.clear()
+        self.host_calls = 0
         for layer in self.layers:
             layer.waves = 0
 

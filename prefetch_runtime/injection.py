@@ -24,6 +24,11 @@ class RoutingInjection:
         self.routing = routing.to(device=device, dtype=torch.int32).contiguous()
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a step that the routing covers."""
+        return self.routing.shape[2]
+
     def advance(self) -> None:
         """Go on to the next step of the routing; a device operation that a graph may capture."""
         self.clock.add_(1).remainder_(self.routing.shape[0])

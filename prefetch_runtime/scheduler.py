@@ -95,6 +95,7 @@ class Scheduler:
         self._layers: dict[int, LayerCache] = {}
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], Any] = {}
         self._now = 1
+        self.host_calls = 0
         self._closed = False
 
     # Set-up
@@ -306,6 +307,7 @@ class Scheduler:
             staging_bytes=sum(half.nbytes for half in staging.values()),
             host_bytes=self._host_store.total_bytes,
             pinned_bytes=self._host_store.pinned_bytes,
+            host_calls=self.host_calls,
             layers=[self._stats_of(layer) for layer in layers],
         )
 
@@ -320,6 +322,7 @@ class Scheduler:
             layer.last_step = -1
             self._publish(layer)
         self._now = 1
+        self.host_calls = 0
 
     def close(self) -> None:
         """Drain the copies and free what the scheduler holds. Safe to call twice."""

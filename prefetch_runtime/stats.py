@@ -41,6 +41,9 @@ class RuntimeStats:
     staging_bytes: int
     host_bytes: int
     pinned_bytes: int
+    host_calls: int = 0
+    """MoE layer calls that the host made, one per layer and forward. Replays of a captured graph
+    make none, so that a decode step that ran as one graph does not show here."""
     layers: Sequence[LayerStats]
 
     def total(self, counter: str) -> int:

@@ -136,9 +136,14 @@ class PrefetchEngine:
         return self._wave_rows[key]
 
     def routed(self, layer_idx: int, topk_ids: torch.Tensor) -> torch.Tensor:
-        """The router's ids, or injected ones in their place (for measurements)."""
-        if self.injection is None:
+        """The router's ids, or injected ones in their place (for measurements).
+
+        Steps of more tokens than the injected routing has keep the router's ids.
+        """
+        if self.injection is None or topk_ids.shape[0] > self.injection.max_tokens:
             return topk_ids
+        if layer_idx == 0:
+            self.injection.advance()
         return self.injection.replace(layer_idx, topk_ids)
 
     def padding(self, num_tokens: int) -> torch.Tensor | None:

@@ -129,6 +129,7 @@ class PrefetchRoutedExperts(RoutedExperts):
         assert provider is not None, "forward before the weights were loaded"
         topk_ids = engine.routed(self._cache_layer_idx, topk_ids)
         scheduler = engine.scheduler
+        scheduler.host_calls += 1
         with ExitStack() as stack:
             if self._tuned is not None:
                 config = self._tuned.of(x, self.w13_weight, self.w2_weight)
