@@ -191,6 +191,8 @@ class HostStore:
         self._limits = limits
         self._memlock = memlock
         self._layers: dict[int, LayerStore] = {}
+        # Page-locked layers that have been replaced, until their successors are pinned.
+        self._replaced: dict[int, LayerStore] = {}
         self._declared_bytes = 0
         self._limits_at_start: list[MemoryLimit] | None = None
         self._closed = False
@@ -231,10 +233,11 @@ class HostStore:
         return layer
 
     def replace_layer(self, layer_idx: int, num_experts: int, layout: RecordLayout) -> LayerStore:
-        """New room for a layer whose records change form; the old layer leaves the store unpinned.
+        """New room for a layer whose records change form; the old layer leaves the store.
 
-        The old `LayerStore` stays readable, so that its records can be converted into the new one,
-        and its memory goes back when the last reference to it goes. For that time both are there.
+        The old `LayerStore` stays as it is, page-locked or not, so that its records can be
+        converted into the new one. `pin` of the new layer, which says that this is over, unlocks
+        the old one; its memory goes back with the last reference to it. Until then both are there.
 
         Raises:
             ValueError: no such layer, or `num_experts` is below 1.
@@ -243,8 +246,9 @@ class HostStore:
         self._check_open()
         old = self.layer(layer_idx)
         new = self._new_layer(layer_idx, num_experts, layout, self.total_bytes - old.nbytes)
-        if self._pinner is not None and old.pinned:
-            old._unpin(self._pinner)
+        self._let_go_of_replaced(layer_idx)
+        if old.pinned:
+            self._replaced[layer_idx] = old
         self._layers[layer_idx] = new
         return new
 
@@ -276,12 +280,15 @@ class HostStore:
     def pin(self, layer_idx: int) -> None:
         """Page-lock a filled layer and map it for the device. Nothing happens without CUDA.
 
+        No copy may still read a layer that this one has replaced.
+
         Raises:
             ValueError: no such layer.
             HostMemoryError: CUDA refused; says how much was pinned, the limits and the remedy.
         """
         self._check_open()
         layer = self.layer(layer_idx)
+        self._let_go_of_replaced(layer_idx)
         if self._pinner is not None and not layer.pinned:
             layer._pin(self._pinner, max(self.total_bytes, self._declared_bytes))
 
@@ -313,9 +320,10 @@ class HostStore:
             if self._pinner is not None:
                 self._pinner.close()
         finally:
-            for layer in self._layers.values():
+            for layer in (*self._layers.values(), *self._replaced.values()):
                 layer._close()
             self._layers.clear()
+            self._replaced.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -339,6 +347,11 @@ class HostStore:
             self._check_total(other_bytes + nbytes, f"the experts up to layer {layer_idx}")
         check_room(nbytes, self._limits(), f"the experts of layer {layer_idx}")
         return LayerStore(layer_idx, num_experts, layout)
+
+    def _let_go_of_replaced(self, layer_idx: int) -> None:
+        old = self._replaced.pop(layer_idx, None)
+        if old is not None and self._pinner is not None:
+            old._unpin(self._pinner)
 
     def _check_total(self, total_bytes: int, what: str) -> None:
         if self._limits_at_start is None:

@@ -254,14 +254,42 @@ def test_a_replaced_layer_can_be_converted_into_the_new_one() -> None:
         old.tensor("w").copy_(torch.arange(512, dtype=torch.int16).to(torch.uint8).expand(4, 512))
         store.pin(0)
         new = store.replace_layer(0, 4, layout_of(256))
-        assert not old.pinned
-        assert not api.registered
         assert store.layer(0) is new
+        assert old.pinned  # it moves at the speed of the link while it is converted
+        assert [*api.registered] == [old.address]
         new.tensor("w").copy_(old.tensor("w")[:, 256:])
         assert (new.tensor("w")[3] == torch.arange(256, dtype=torch.uint8)).all()
         assert store.total_bytes == 4 * 256
         store.pin_all(progress=False)
+        assert not old.pinned
+        assert [*api.registered] == [new.address]
         assert store.pinned_bytes == 4 * 256
+        assert (old.tensor("w")[1] == old.tensor("w")[0]).all()
+
+
+def test_closing_unlocks_a_replaced_layer_too() -> None:
+    api = FakePages()
+    store = HostStore(host_pages=api)
+    old = store.add_layer(0, 4, LAYOUT)
+    store.pin(0)
+    store.replace_layer(0, 4, layout_of(256))
+    assert [*api.registered] == [old.address]
+    store.close()
+    assert not api.registered
+    assert not old.pinned
+    with pytest.raises(RuntimeError, match="layer 0 is closed"):
+        old.record(0)
+
+
+def test_a_layer_replaced_twice_keeps_no_memory_locked() -> None:
+    api = FakePages()
+    with HostStore(host_pages=api) as store:
+        store.add_layer(0, 4, LAYOUT)
+        store.pin(0)
+        store.replace_layer(0, 4, layout_of(256))
+        store.replace_layer(0, 4, layout_of(512))
+        assert not api.registered
+        assert store.pinned_bytes == 0
 
 
 def test_a_replaced_layer_counts_once() -> None:
