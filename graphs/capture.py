@@ -117,33 +117,12 @@ class CapturedGraph:
     def table_shape(self) -> TableShape:
         return self._table_shape
 
-    def replay(
-        self, inputs: Mapping[str, torch.Tensor], *, table: DeviceSlotTable | None = None
-    ) -> torch.Tensor | None:
-        """Copy the inputs into the static ones and replay on the current stream.
+    def load(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Copy the inputs into the static ones, in the order of the current stream.
 
-        The output is graph storage: the next replay overwrites it.
-
-        Args:
-            inputs: the same names, shapes, types and device as at the capture.
-            table: checked to be the captured one, for callers that hold several.
-
-        Raises:
-            RuntimeError: the graph is closed.
-            ValueError: an input, or the table, is not what was captured.
+        Raises RuntimeError if the graph is closed, ValueError for inputs other than captured.
         """
-        if self._graph is None:
-            raise RuntimeError("the captured graph is closed; capture the step again")
-        if table is not None and table is not self._table:
-            if table.shape != self._table_shape:
-                raise ValueError(
-                    f"graph captured for a slot table of {self._table_shape}, called with "
-                    f"{table.shape}; capture this shape first"
-                )
-            raise ValueError(
-                "graph captured for another slot table of the same shape, whose addresses it "
-                "holds; capture the step for this table first"
-            )
+        self._require_open()
         if inputs.keys() != self._specs.keys():
             raise ValueError(
                 f"graph captured for inputs {sorted(self._specs)}, got {sorted(inputs)}"
@@ -156,7 +135,40 @@ class CapturedGraph:
                 )
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
-        self._graph.replay()
+
+    def replay(
+        self,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        *,
+        table: DeviceSlotTable | None = None,
+    ) -> torch.Tensor | None:
+        """Load the inputs and replay on the current stream.
+
+        The output is graph storage: the next replay overwrites it.
+
+        Args:
+            inputs: the same names, shapes, types and device as at the capture; None replays with
+                what was loaded last.
+            table: checked to be the captured one, for callers that hold several.
+
+        Raises:
+            RuntimeError: the graph is closed.
+            ValueError: an input, or the table, is not what was captured.
+        """
+        graph = self._require_open()
+        if table is not None and table is not self._table:
+            if table.shape != self._table_shape:
+                raise ValueError(
+                    f"graph captured for a slot table of {self._table_shape}, called with "
+                    f"{table.shape}; capture this shape first"
+                )
+            raise ValueError(
+                "graph captured for another slot table of the same shape, whose addresses it "
+                "holds; capture the step for this table first"
+            )
+        if inputs is not None:
+            self.load(inputs)
+        graph.replay()
         return self._output
 
     def close(self) -> None:
@@ -169,3 +181,8 @@ class CapturedGraph:
         self._graph = None
         self._inputs.clear()
         self._output = None
+
+    def _require_open(self) -> torch.cuda.CUDAGraph:
+        if self._graph is None:
+            raise RuntimeError("the captured graph is closed; capture the step again")
+        return self._graph

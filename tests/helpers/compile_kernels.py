@@ -78,6 +78,11 @@ def main() -> int:
         **table | wide, **functions, HOOK=True, PAD=0,
     )  # fmt: skip
     results.append(check("resolve, wide", ptx))
+    one = {"E": 1, "S": 1, "E_BLOCK": 1, "S_BLOCK": 1, "F": 1, "F_BLOCK": 1, "TOP_K": 1}
+    ptx = compile_kernel(
+        resolve_kernels.resolve_kernel, 1, **table | one, **functions, HOOK=True, PAD=0
+    )
+    results.append(check("resolve, one slot", ptx))
     ptx = compile_kernel(
         resolve_kernels.resolve_kernel, 1, **table | {"TOUCH": True}, **functions, HOOK=False, PAD=0
     )
