@@ -59,6 +59,7 @@ def advance_kernel(clock, score, num_scores, UNITS_PER_STEP: tl.constexpr, BLOCK
             new = tl.maximum(old.to(tl.int64) - moved, LOWEST).to(tl.int32)
             tl.store(score + at, tl.where(old == EMPTY, EMPTY, new), mask=at < num_scores)
         now = tl.full([], 1, tl.int32)
+    tl.debug_barrier()  # every warp has read the clock that is now overwritten
     tl.store(clock, now)
     tl.store(clock + 1, step)
 
