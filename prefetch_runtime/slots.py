@@ -125,7 +125,8 @@ class SlotTable:
         self.num_slots = num_slots
         self.policy = policy
         self.layer_idx = layer_idx
-        self.mapping: IntArray = np.empty(num_experts, dtype=np.int32)
+        self._row: IntArray = np.empty(num_experts + 1, dtype=np.int32)  # the last one takes -1
+        self.mapping: IntArray = self._row[:-1]
         self.owner: IntArray = np.empty(num_slots, dtype=np.int32)
         self.score: IntArray = np.empty(num_slots, dtype=np.int32)
         self._reserved: IntArray = np.empty(num_experts, dtype=np.int32)  # slot while in flight
@@ -137,7 +138,7 @@ class SlotTable:
 
     def clear(self) -> None:
         """Empty every slot, forget what is in flight, restart the clock and the counters."""
-        self.mapping.fill(-1)
+        self._row.fill(-1)
         self.owner.fill(-1)
         self.score.fill(EMPTY_SCORE)
         self._reserved.fill(-1)
@@ -194,10 +195,12 @@ class SlotTable:
         evicted = self.owner[load_slots]
         dropped = _NONE
         if self._num_in_flight:
-            dropped = evicted[self._in_flight[load_slots]]
-            self._vacate_reserved(dropped)
+            stolen = self._in_flight[load_slots]
+            dropped = evicted[stolen]
+            self._end_flight(dropped, load_slots[stolen])
             self.counters.prefetch_dropped += dropped.size
-        self._evict(load_slots)
+            self.counters.evictions -= dropped.size  # they were never resident
+        self._evict(load_slots, evicted)
         self._place(loads, load_slots, clock)
         self._mark_demanded(load_slots, now)
         self.counters.misses += loads.size
@@ -263,7 +266,8 @@ class SlotTable:
         slots = key.argsort(kind="stable")[: wanted.size].astype(np.int32)
         slots = slots[key[slots] != _PROTECTED]
         taken = wanted[: slots.size]
-        self._evict(slots)
+        self._evict(slots, self.owner[slots])
+        self.score[slots] = EMPTY_SCORE
         self.owner[slots] = taken
         self._reserved[taken] = slots
         self._in_flight[slots] = True
@@ -273,19 +277,17 @@ class SlotTable:
 
     def commit(self, expert_ids: npt.ArrayLike, now: int) -> None:
         """Map experts whose prefetch is complete. Raises ValueError if one is not in flight."""
-        arrived = self._in_flight_ids(expert_ids)
+        arrived, slots = self._arriving(expert_ids)
         clock = self._advance(now)
-        slots = self._reserved[arrived]
-        self._vacate_reserved(arrived)
+        self._end_flight(arrived, slots)
         self._place(arrived, slots, clock)
         self._unused[slots] = True
         self._num_unused += arrived.size
 
     def cancel(self, expert_ids: npt.ArrayLike) -> None:
         """Give up prefetches; their slots become empty. ValueError if one is not in flight."""
-        cancelled = self._in_flight_ids(expert_ids)
-        slots = self._reserved[cancelled]
-        self._vacate_reserved(cancelled)
+        cancelled, slots = self._arriving(expert_ids)
+        self._end_flight(cancelled, slots)
         self.owner[slots] = -1
         self.counters.prefetch_dropped += cancelled.size
 
@@ -370,15 +372,14 @@ class SlotTable:
                 f"has experts 0 to {self.num_experts - 1} (-1 marks padding)"
             )
 
-    def _in_flight_ids(self, expert_ids: npt.ArrayLike) -> IntArray:
+    def _arriving(self, expert_ids: npt.ArrayLike) -> tuple[IntArray, IntArray]:
+        """Ascending experts, all in flight, and their slots."""
         ids = self._unique(expert_ids)
-        absent = self._reserved[ids] < 0
-        if absent.any():
-            strangers = ids[absent]
-            raise ValueError(
-                f"layer {self.layer_idx}: experts {strangers.tolist()} are not in flight"
-            )
-        return ids
+        slots = self._reserved[ids]
+        if np.minimum.reduce(slots, initial=0) < 0:
+            strangers = ids[slots < 0].tolist()
+            raise ValueError(f"layer {self.layer_idx}: experts {strangers} are not in flight")
+        return ids, slots
 
     def _advance(self, now: int) -> int:
         """The policy's clock at step `now`."""
@@ -395,11 +396,17 @@ class SlotTable:
         self.score[slots] = self.policy.hit(self.score[slots], hits, clock)
         self._mark_demanded(slots, now)
         self.counters.hits += hits.size
-        if self._num_unused:
-            used = int(np.count_nonzero(self._unused[slots]))
+        self.counters.prefetch_used += self._clear_unused(slots)
+
+    def _clear_unused(self, slots: IntArray) -> int:
+        """How many of the slots held a prefetch that nothing had demanded; none does now."""
+        if not self._num_unused:
+            return 0
+        count = int(np.count_nonzero(self._unused[slots]))
+        if count:
             self._unused[slots] = False
-            self._num_unused -= used
-            self.counters.prefetch_used += used
+            self._num_unused -= count
+        return count
 
     def _mark_demanded(self, slots: IntArray, now: int) -> None:
         self._demanded_at[slots] = now
@@ -407,29 +414,22 @@ class SlotTable:
 
     def _land(self, late: IntArray, slots: IntArray, clock: int, now: int) -> None:
         """Map experts that are demanded while in flight."""
-        self._vacate_reserved(late)
+        self._end_flight(late, slots)
         self._place(late, slots, clock)
         self._mark_demanded(slots, now)
         self.counters.late += late.size
 
-    def _vacate_reserved(self, expert_ids: IntArray) -> None:
-        """End the in-flight state; the owner of the slot is the caller's to set."""
-        self._in_flight[self._reserved[expert_ids]] = False
+    def _end_flight(self, expert_ids: IntArray, slots: IntArray) -> None:
+        """Experts and slots are no longer in flight; who owns the slots is the caller's to set."""
+        self._in_flight[slots] = False
         self._reserved[expert_ids] = -1
         self._num_in_flight -= expert_ids.size
 
-    def _evict(self, slots: IntArray) -> None:
-        """Unmap what is resident in the slots; their owner is the caller's to set."""
-        owners = self.owner[slots]
-        resident = owners[self.score[slots] != EMPTY_SCORE]
-        self.mapping[resident] = -1
-        self.score[slots] = EMPTY_SCORE
-        self.counters.evictions += resident.size
-        if self._num_unused:
-            wasted = int(np.count_nonzero(self._unused[slots]))
-            self._unused[slots] = False
-            self._num_unused -= wasted
-            self.counters.prefetch_dropped += wasted
+    def _evict(self, slots: IntArray, owners: IntArray) -> None:
+        """Unmap the owners of the slots, -1 for an empty one; the rest is the caller's to set."""
+        self._row[owners] = -1
+        self.counters.evictions += int(np.count_nonzero(owners >= 0))
+        self.counters.prefetch_dropped += self._clear_unused(slots)
 
     def _place(self, expert_ids: IntArray, slots: IntArray, clock: int) -> None:
         """Map experts to slots that hold nothing resident."""

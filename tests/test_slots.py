@@ -369,7 +369,9 @@ def test_ids_of_any_shape_type_and_number_of_repeats_are_one_set() -> None:
 def test_wide_demands_are_the_same_set_as_narrow_ones(num_tokens: int) -> None:
     rng = np.random.default_rng(num_tokens)
     ids = rng.integers(-1, 20, (num_tokens, 8)).astype(np.int16)
-    plan = _table(32, 24).plan(ids, 1)
+    table = _table(32, 24)
+    plan = table.plan(ids, 1)
+    table.check_integrity()
     assert plan.loads.tolist() == sorted(set(ids.ravel().tolist()) - {-1})
     assert plan.loads.dtype == np.int32
     for bad in (-2, 32):
