@@ -2,7 +2,7 @@
 
 import torch
 
-from graphs.fill_kernels import fill_kernel, resolve_fill_kernel
+from graphs.fill_kernels import fill_kernel, resolve_fill_kernel_of
 from graphs.records import RecordTable
 from graphs.slot_table import DeviceSlotTable, block_for
 
@@ -34,6 +34,7 @@ class ExpertFill:
             )
         self.table = table
         self.records = records
+        self._resolve_fill_kernel = resolve_fill_kernel_of(table.policy.hit, table.policy.insert)
         self._programs = programs
         self._num_warps = num_warps
         # How the programs of one launch find each other, see `resolve_fill_kernel`.
@@ -65,7 +66,7 @@ class ExpertFill:
         records = self.records
         # The header is the last of the tensors; without a prefetch hook it is a placeholder.
         tensors = (*tensors[:-1], records.header)
-        resolve_fill_kernel[(self._programs,)](
+        self._resolve_fill_kernel[(self._programs,)](
             *tensors, records.units, self._tickets, self._ready,
             **{**sizes, "U": records.max_units},
             BLOCK=block_for(sizes["n"], self._num_warps), TOUCH=False, PROGRAMS=self._programs,

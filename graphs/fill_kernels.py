@@ -5,11 +5,18 @@ A record is cut into units (see `records.py`), and the units of all listed exper
 a few programs. Addresses are integers in a table, so one kernel serves any number of tensors.
 """
 
+from functools import lru_cache
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from graphs import layout
-from graphs.resolve_kernels import plan
+from graphs.resolve_kernels import of_policy, plan
+
+HIT: Any = None
+INSERT: Any = None
+"""The policy's functions, as `of_policy` puts them before a kernel."""
 
 HOST_BASE = tl.constexpr(int(layout.Header.HOST_BASE))
 RECORD_BYTES = tl.constexpr(int(layout.Header.RECORD_BYTES))
@@ -89,7 +96,6 @@ def fill_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer_idx", "n", "row_stride"])
 def resolve_fill_kernel(
     topk_ids, padding, out,
     mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
@@ -98,8 +104,7 @@ def resolve_fill_kernel(
     layer_idx, n, row_stride,
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
-    PAD: tl.constexpr, HIT: tl.constexpr, INSERT: tl.constexpr, HOOK: tl.constexpr,
-    TOUCH: tl.constexpr,
+    PAD: tl.constexpr, HOOK: tl.constexpr, TOUCH: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT_BYTES: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Resolve and fill in one launch: program 0 plans, the others wait for its list.
@@ -131,6 +136,12 @@ def resolve_fill_kernel(
             units + layer_idx.to(tl.int64) * (U * NUM_UNIT_COLUMNS),
             pid, PROGRAMS, UNIT_BYTES, TAIL,
         )  # fmt: skip
+
+
+@lru_cache
+def resolve_fill_kernel_of(hit: Any, insert: Any) -> Any:
+    """The kernel that resolves and fills, of one eviction policy."""
+    return of_policy(resolve_fill_kernel, hit, insert)
 
 
 @triton.jit(do_not_specialize=["layer_idx"])

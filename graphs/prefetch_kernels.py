@@ -89,7 +89,6 @@ def reserve_kernel(
         evicted = chosen & owned
         tl.store(mapping + resident, -1, mask=evicted)
         tl.store(score + s, EMPTY, mask=chosen)
-        tl.store(mark + s, NEVER, mask=chosen)
         tl.store(entries + 2 * (have + rank) + 1, s, mask=chosen)
         guess_rank = tl.cumsum(absent.to(tl.int32), 0) - 1
         listed = absent & (guess_rank < taken)

@@ -8,6 +8,10 @@ its plan to meet the slot: such a slot's score is updated once and counted once,
 share the expert, and no row waits for another.
 """
 
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -275,7 +279,11 @@ def plan(
     tl.store(control + STEP, step)
 
 
-@triton.jit(do_not_specialize=["layer_idx", "n", "row_stride"])
+HIT: Any = None
+INSERT: Any = None
+"""The policy's functions, as `of_policy` puts them before a kernel."""
+
+
 def resolve_kernel(
     topk_ids, padding, out,
     mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
@@ -283,8 +291,7 @@ def resolve_kernel(
     layer_idx, n, row_stride,
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
-    PAD: tl.constexpr, HIT: tl.constexpr, INSERT: tl.constexpr,
-    HOOK: tl.constexpr, TOUCH: tl.constexpr,
+    PAD: tl.constexpr, HOOK: tl.constexpr, TOUCH: tl.constexpr,
 ):  # fmt: skip
     plan(
         topk_ids, padding, out,
@@ -293,3 +300,24 @@ def resolve_kernel(
         layer_idx, n, row_stride, E, S, U, F, TOP_K,
         BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,
     )  # fmt: skip
+
+
+def of_policy(kernel: Any, hit: Any, insert: Any) -> Any:
+    """A kernel that knows its eviction policy, given as its two `triton.jit` functions, by the
+    global names HIT and INSERT.
+
+    They are not passed as arguments: Triton up to 3.6 cannot describe a function among a kernel's
+    arguments to whoever listens for compilations, and vLLM listens. Nor are they captured in a
+    closure, which Triton's interpreter would lose.
+    """
+    scope = {**kernel.__globals__, "HIT": hit, "INSERT": insert}
+    made = FunctionType(kernel.__code__, scope, kernel.__name__, kernel.__defaults__)
+    made.__annotations__ = kernel.__annotations__
+    made.__module__, made.__qualname__ = kernel.__module__, kernel.__qualname__
+    return triton.jit(do_not_specialize=["layer_idx", "n", "row_stride"])(made)
+
+
+@lru_cache
+def resolve_kernel_of(hit: Any, insert: Any) -> Any:
+    """The resolve kernel of one eviction policy."""
+    return of_policy(resolve_kernel, hit, insert)

@@ -19,7 +19,7 @@ from graphs.layout import (
     Counter,
     Padding,
 )
-from graphs.resolve_kernels import advance_kernel, resolve_kernel
+from graphs.resolve_kernels import advance_kernel, resolve_kernel_of
 
 MAX_ASSIGNMENTS = 8192
 """Most assignments (tokens x top-k) of one plan."""
@@ -149,7 +149,8 @@ class DeviceSlotTable:
         self.device = device
         self.units_per_step = units_per_step
         self.max_assignments = max_assignments
-        self._policy = policy
+        self.policy = policy
+        self._resolve_kernel = resolve_kernel_of(policy.hit, policy.insert)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -390,8 +391,6 @@ class DeviceSlotTable:
             "S_BLOCK": triton.next_power_of_2(self.num_slots),
             "F_BLOCK": triton.next_power_of_2(forecast),
             "PAD": int(form),
-            "HIT": self._policy.hit,
-            "INSERT": self._policy.insert,
             "HOOK": prefetch is not None,
         }
         return out, tensors, sizes
@@ -448,7 +447,7 @@ class DeviceSlotTable:
     ) -> torch.Tensor:
         out, tensors, sizes = self.plan_arguments(layer_idx, topk_ids, padding, out)
         num_warps = warps_for(sizes["n"])
-        resolve_kernel[(1,)](
+        self._resolve_kernel[(1,)](
             *tensors, **sizes, BLOCK=block_for(sizes["n"], num_warps), TOUCH=touch,
             num_warps=num_warps,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from prefetch_runtime import cudart
 from prefetch_runtime.cudart import CudaError, CudaPython, TorchCudart
 from prefetch_runtime.pinned import Pages
+from tests.helpers.page_lock import is_page_locked
 
 
 class FakeError(enum.IntEnum):
@@ -159,10 +160,10 @@ def test_the_real_calls_pin_map_and_refuse(way: str) -> None:
         api = TorchCudart(torch.cuda.cudart())
     pages = Pages(1 << 20)
     pages.tensor.fill_(3)
-    assert not pages.tensor.is_pinned()
+    assert not is_page_locked(pages.tensor)
     api.register(pages.address, pages.nbytes)
     try:
-        assert pages.tensor.is_pinned()
+        assert is_page_locked(pages.tensor)
         assert api.device_pointer(pages.address) > 0
         if cuda_python is not None:
             # Asked through cuda-python either way: torch would keep the error for its next call.
@@ -170,5 +171,5 @@ def test_the_real_calls_pin_map_and_refuse(way: str) -> None:
                 cuda_python.register(pages.address, pages.nbytes)
     finally:
         api.unregister(pages.address)
-    assert not pages.tensor.is_pinned()
+    assert not is_page_locked(pages.tensor)
     assert torch.ones(3, device="cuda").sum().item() == 3  # no error was left behind

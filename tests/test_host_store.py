@@ -16,6 +16,7 @@ import torch
 from prefetch_runtime.cudart import CudaError
 from prefetch_runtime.host_store import HostStore, RecordLayout
 from prefetch_runtime.pinned import HostMemoryError, MemoryLimit
+from tests.helpers.page_lock import is_page_locked
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -391,10 +392,10 @@ def test_pinned_memory_is_what_the_experts_weigh_and_goes_back(filled: HostStore
     # torch's allocator would have rounded each layer from 46 to 64 MiB.
     assert rss_bytes() - before < 0.03 * expected + 16 * MIB
     slabs = [layer.slab for layer in filled.layers]
-    assert all(slab.is_pinned() for slab in slabs)
+    assert all(is_page_locked(slab) for slab in slabs)
     filled.close()
     assert filled.pinned_bytes == 0
-    assert not any(slab.is_pinned() for slab in slabs)
+    assert not any(is_page_locked(slab) for slab in slabs)
     assert slabs[2].view(torch.uint8).any()
 
 
@@ -442,4 +443,4 @@ def test_pinned_again_after_close_works(filled: HostStore) -> None:
         layer = store.add_layer(0, 64, layout_of(MIB))
         layer.slab.fill_(1)
         store.pin(0)
-        assert layer.slab.is_pinned()
+        assert is_page_locked(layer.slab)

@@ -59,33 +59,30 @@ def main() -> int:
     results = []
     for policy in ("lru", "lfru"):
         form = create_device_form(policy)
-        functions = {"HIT": form.hit, "INSERT": form.insert}
+        resolve_kernel = resolve_kernels.resolve_kernel_of(form.hit, form.insert)
+        resolve_fill_kernel = fill_kernels.resolve_fill_kernel_of(form.hit, form.insert)
         for hook in (False, True):
             for padding in layout.Padding:
                 ptx = compile_kernel(
-                    resolve_kernels.resolve_kernel, 1,
-                    **table, **functions, HOOK=hook, PAD=int(padding),
+                    resolve_kernel, 1,
+                    **table, HOOK=hook, PAD=int(padding),
                 )  # fmt: skip
                 results.append(check(f"resolve {policy} hook={hook} {padding.name}", ptx))
         ptx = compile_kernel(
-            fill_kernels.resolve_fill_kernel, 16,
-            **table | {"BLOCK": 512}, **copy, **functions, HOOK=True, PAD=2, PROGRAMS=8,
+            resolve_fill_kernel, 16,
+            **table | {"BLOCK": 512}, **copy, HOOK=True, PAD=2, PROGRAMS=8,
         )  # fmt: skip
         results.append(check(f"resolve_fill {policy}", ptx, holds=moves_16_bytes))
     wide = {"E": 1000, "S": 777, "BLOCK": 8192, "E_BLOCK": 1024, "S_BLOCK": 1024, "TOP_K": 3}
     ptx = compile_kernel(
-        resolve_kernels.resolve_kernel, 8,
-        **table | wide, **functions, HOOK=True, PAD=0,
+        resolve_kernel, 8,
+        **table | wide, HOOK=True, PAD=0,
     )  # fmt: skip
     results.append(check("resolve, wide", ptx))
     one = {"E": 1, "S": 1, "E_BLOCK": 1, "S_BLOCK": 1, "F": 1, "F_BLOCK": 1, "TOP_K": 1}
-    ptx = compile_kernel(
-        resolve_kernels.resolve_kernel, 1, **table | one, **functions, HOOK=True, PAD=0
-    )
+    ptx = compile_kernel(resolve_kernel, 1, **table | one, HOOK=True, PAD=0)
     results.append(check("resolve, one slot", ptx))
-    ptx = compile_kernel(
-        resolve_kernels.resolve_kernel, 1, **table | {"TOUCH": True}, **functions, HOOK=False, PAD=0
-    )
+    ptx = compile_kernel(resolve_kernel, 1, **table | {"TOUCH": True}, HOOK=False, PAD=0)
     results.append(check("touch", ptx))
     ptx = compile_kernel(resolve_kernels.advance_kernel, 4, UNITS_PER_STEP=32, BLOCK=1024)
     results.append(check("advance", ptx))
