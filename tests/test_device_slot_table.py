@@ -167,7 +167,7 @@ def test_several_plans_in_one_step_agree() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_clock_moves_back_before_scores_overflow_and_the_order_stays(policy: str) -> None:
     rng = np.random.default_rng(5)
-    pair = Pair(make_table(policy), policy)
+    pair = Pair(make_table(policy, num_slots=14), policy)
     last = (REBASE_SCORE - 1) // pair.table.units_per_step
     pair.plan(0, np.array([[0, 1]]))
     pair.now = last - 2
@@ -178,6 +178,7 @@ def test_the_clock_moves_back_before_scores_overflow_and_the_order_stays(policy:
         pair.advance()
         clocks.append(int(pair.table.clock))
     assert clocks == [last - 1, last, 1, 2, 3, 4]
+    pair.table.check_integrity()
     assert int(pair.table.step) == 7
 
 
