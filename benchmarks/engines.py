@@ -47,6 +47,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--settings", default="{}", help="more settings of the cache, JSON")
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        default=None,
+        help="cache engines route as this .npy says, [steps, layers, tokens, top_k]; no comparison",
+    )
+    parser.add_argument("--sizes", default="1,2,4,8", help="captured batch sizes, with --graphs")
     parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
     return parser.parse_args(arguments)
 
@@ -64,13 +71,17 @@ def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict
         "seed": 0,
         "kv_cache_memory_bytes": 2 << 30,
     }
+    if options.graphs:
+        sizes = [int(size) for size in options.sizes.split(",")]
+        llm["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     if not options.model:
         llm |= {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True}
     if name == "cache":
         settings = {"slots_per_layer": int(details[0]), **json.loads(options.settings)}
         if len(details) > 1:
             settings["mode"] = details[1]
-        llm |= {"worker_cls": WORKER_CLS, "additional_config": {"prefetch_runtime": settings}}
+        worker = "injected_worker.InjectedWorker" if options.routing else WORKER_CLS
+        llm |= {"worker_cls": worker, "additional_config": {"prefetch_runtime": settings}}
     elif name == "uva":
         llm |= {
             "offload_backend": "uva",
@@ -206,6 +217,8 @@ def main() -> int:
     options = parse()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ["VLLM_PLUGINS"] = ""
+    if options.routing:
+        os.environ["PREFETCH_BENCH_ROUTING"] = str(options.routing.resolve())
     register_loader()
     model = options.model
     if model is None:
@@ -222,7 +235,8 @@ def main() -> int:
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
         print("ROW", json.dumps({k: v for k, v in shown.items() if k not in ("record", "stats")}))
         reference = next((r for r in rows if r["engine"] == "resident" and "record" in r), None)
-        if reference is not None and row is not reference and "record" in row:
+        comparable = reference is not None and row is not reference and "record" in row
+        if comparable and not options.routing:
             compare(row, reference)
         sys.stdout.flush()
     if options.out is not None:
