@@ -1,0 +1,78 @@
+"""Which experts of a layer follow which experts of an earlier layer, learned while it runs.
+
+Expert-to-expert counts between layers, as in MoE-Infinity (arXiv 2401.14361) and others.
+"""
+
+from pathlib import Path
+from typing import ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .base import Evidence, IdArray, PredictorShape, RunsOn, highest
+from .npz import ArraySpec, read_arrays, write_arrays
+
+_ROW_LIMIT = 1 << 20
+
+
+class TransitionPredictor:
+    """Ranks by the sum, over the chosen experts e, of the share of f among what followed e.
+
+    Rows of counts that have reached 2**20 are halved, so that they follow slow changes.
+    """
+
+    name: ClassVar[str] = "transition"
+    runs_on: ClassVar[RunsOn] = RunsOn.HOST
+
+    def __init__(self, shape: PredictorShape) -> None:
+        self._shape = shape
+        pairs = (shape.num_layers - shape.lookahead, shape.num_experts, shape.num_experts)
+        self.counts = np.zeros(pairs, dtype=np.int32)
+        """[layers - lookahead, experts of layer l, experts of layer l + lookahead] int32."""
+        self._chosen: dict[int, npt.NDArray[np.intp]] = {}  # by layer, of the running step
+        self._counted = 0  # since the last halving
+
+    def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
+        self._shape.check_target(layer_idx)
+        ids = evidence.topk_ids[evidence.topk_ids >= 0]
+        followers = self.counts[layer_idx - self._shape.lookahead, ids]
+        totals = np.maximum(np.add.reduce(followers, axis=1), 1)
+        return highest((1 / totals).astype(np.float32) @ followers, count)
+
+    def observe(self, layer_idx: int, topk_ids: IdArray) -> None:
+        """Raises ValueError if the tokens are not those of the earlier layer in this step."""
+        self._shape.check_layer(layer_idx)
+        if layer_idx == 0:
+            self._chosen.clear()
+        chosen = self._chosen[layer_idx] = np.array(topk_ids, dtype=np.intp)
+        source = layer_idx - self._shape.lookahead
+        before = self._chosen.get(source)
+        if before is None:
+            return
+        if len(before) != len(chosen):
+            raise ValueError(
+                f"layer {layer_idx} has {len(chosen)} tokens where layer {source} had "
+                f"{len(before)}; show every layer of a step the same tokens"
+            )
+        num_experts = self._shape.num_experts
+        left, right = before[:, :, None], chosen[:, None, :]
+        pairs = left * num_experts + right
+        is_pair = (left >= 0) & (right >= 0)
+        counts = self.counts[source].reshape(-1)
+        np.add.at(counts, pairs[is_pair], 1)
+        self._counted += pairs.size
+        if self._counted >= _ROW_LIMIT:
+            self._counted = 0
+            self.counts[self.counts.sum(axis=2) >= _ROW_LIMIT] >>= 1
+
+    def save(self, path: Path) -> None:
+        """Write the counts as npz, replacing the file in one move."""
+        write_arrays(path, transition_counts=self.counts)
+
+    @classmethod
+    def load(cls, path: Path, shape: PredictorShape) -> Self:
+        """Read what `save` wrote. Raises ValueError if it is damaged or for another model."""
+        predictor = cls(shape)
+        spec = ArraySpec(shape=predictor.counts.shape, highest=2 * _ROW_LIMIT)
+        predictor.counts[:] = read_arrays(path, {"transition_counts": spec})["transition_counts"]
+        return predictor

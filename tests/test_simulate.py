@@ -1,0 +1,323 @@
+"""The simulator: known values of the recorded trace, its accounts, its bound, and bad input."""
+
+import itertools
+import json
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefetch_runtime.simulate import (
+    SimulationResult,
+    SimulationSettings,
+    belady_hit_rate,
+    plot,
+    simulate,
+    simulate_grid,
+    to_json,
+)
+from prefetch_runtime.trace import Trace, load_trace
+
+RECORDED = Path(__file__).resolve().parent.parent / "models" / "tiny-moe-trace.npz"
+MIB = 1 << 20
+
+
+@cache
+def _recorded(num_tokens: int = 4096) -> Trace:
+    trace = load_trace(RECORDED)
+    assert trace.next_gate is not None
+    return Trace(
+        topk=trace.topk[:num_tokens],
+        sequence=trace.sequence[:num_tokens],
+        num_experts=trace.num_experts,
+        next_gate=trace.next_gate[:num_tokens],
+    )
+
+
+def _trace(*tokens: list[list[int]], num_experts: int = 8, **arrays: np.ndarray) -> Trace:
+    """A trace out of tokens, each a list of layers, each a list of experts."""
+    topk = np.array(tokens, dtype=np.int16)
+    return Trace(
+        topk=topk, sequence=np.zeros(len(topk), np.int32), num_experts=num_experts, **arrays
+    )
+
+
+def _random(seed: int, tokens: int, layers: int, num_experts: int, top_k: int) -> Trace:
+    rng = np.random.default_rng(seed)
+    shape = (tokens, layers, num_experts)
+    topk = rng.random(shape).argsort(axis=2)[:, :, :top_k].astype(np.int16)
+    guesses = rng.random(shape).argsort(axis=2)[:, 1:, : 2 * top_k].astype(np.int16)
+    return Trace(
+        topk=topk,
+        sequence=np.zeros(tokens, np.int32),
+        num_experts=num_experts,
+        next_gate=guesses if layers > 1 else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "policy", "percent"),
+    [(8, "lru", 50.1), (16, "lru", 77.8), (8, "belady", 66.0), (16, "belady", 89.1)],
+)
+def test_recorded_trace_gives_its_known_hit_rates(
+    num_slots: int, policy: str, percent: float
+) -> None:
+    result = simulate(_recorded(), SimulationSettings(num_slots=num_slots, policy=policy))
+    assert 100 * result.hit_rate == pytest.approx(percent, abs=0.5)
+    assert result.total("hits") + result.total("misses") == 4096 * 8 * 4
+
+
+@pytest.mark.parametrize(("widen", "percent"), [(1, 70), (2, 90)])
+def test_next_gate_names_the_known_share_of_what_lru_misses(widen: int, percent: float) -> None:
+    settings = SimulationSettings(num_slots=8, predictor="next_gate", widen=widen, budget_bytes=0)
+    result = simulate(_recorded(), settings)
+    assert 100 * result.recall_among_misses == pytest.approx(percent, abs=1)
+    assert result.hit_rate == simulate(_recorded(), SimulationSettings(num_slots=8)).hit_rate
+    assert result.useful_bytes == result.late_bytes == result.wasted_bytes == 0
+
+
+def test_lfru_and_prediction_both_raise_the_recorded_hit_rate() -> None:
+    trace = _recorded(1024)
+    settings = SimulationSettings(num_slots=8, expert_bytes=2 * MIB)
+    lru, lfru, predicted, oracle = (
+        simulate(trace, replace(settings, **change))
+        for change in (
+            {},
+            {"policy": "lfru"},
+            {"predictor": "next_gate"},
+            {"predictor": "oracle"},
+        )
+    )
+    assert lfru.hit_rate > lru.hit_rate + 0.02
+    assert predicted.stall_us_per_step < 0.7 * lru.stall_us_per_step
+    assert oracle.stall_us_per_step < predicted.stall_us_per_step
+    assert oracle.wasted_bytes == 0
+
+
+@pytest.mark.parametrize("predictor", ["none", "next_gate"])
+def test_a_setting_takes_less_than_five_seconds(predictor: str) -> None:
+    settings = SimulationSettings(num_slots=8, predictor=predictor, expert_bytes=2 * MIB)
+    seconds = []
+    for _ in range(3):  # the least disturbed of three on a shared machine
+        start = time.process_time()
+        simulate(_recorded(), settings)
+        seconds.append(time.process_time() - start)
+        if seconds[-1] < 5:
+            return
+    raise AssertionError(f"took {seconds} s")
+
+
+def _least_misses(sets: list[frozenset[int]], num_slots: int) -> int:
+    """Fewest misses of any eviction, by trying every set of experts to keep."""
+    states = {frozenset[int](): 0}
+    for demanded in sets:
+        after: dict[frozenset[int], int] = {}
+        for held, misses in states.items():
+            now = misses + len(demanded - held)
+            others = sorted(held - demanded)
+            room = min(num_slots - len(demanded), len(others))
+            for kept in itertools.combinations(others, room):
+                state = demanded | frozenset(kept)
+                after[state] = min(after.get(state, now), now)
+        states = after
+    return min(states.values())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_belady_is_the_least_that_any_eviction_can_miss(seed: int) -> None:
+    trace = _random(seed, tokens=14, layers=1, num_experts=6, top_k=2)
+    for num_slots in (2, 3, 4):
+        result = simulate(trace, SimulationSettings(num_slots=num_slots, policy="belady"))
+        sets = [frozenset(row[0].tolist()) for row in trace.topk]
+        assert result.total("misses") == _least_misses(sets, num_slots)
+        for policy in ("lru", "lfru"):
+            other = simulate(trace, SimulationSettings(num_slots=num_slots, policy=policy))
+            assert other.hit_rate <= belady_hit_rate(trace, num_slots)
+
+
+def _check_accounts(trace: Trace, result: SimulationResult) -> None:
+    settings = result.settings
+    missing = result.total("misses") + result.total("late")
+    assert result.demand_bytes + result.late_bytes == missing * settings.expert_bytes
+    stall_us = result.demand_bytes / (settings.link_gbs * 1e3)
+    assert result.stall_us_per_step * result.num_steps == pytest.approx(stall_us)
+    assert result.useful_bytes == result.total("prefetch_used") * settings.expert_bytes
+    ended = sum(result.total(n) for n in ("prefetch_used", "late", "prefetch_dropped"))
+    resident_unused = result.total("prefetched") - ended
+    assert 0 <= resident_unused <= trace.num_layers * settings.num_slots
+    assert result.wasted_bytes <= result.total("prefetch_dropped") * settings.expert_bytes
+    assert result.late_bytes <= result.total("late") * settings.expert_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("lookahead", [1, 2])
+@pytest.mark.parametrize("predictor", ["next_gate", "transition", "previous_token", "oracle"])
+def test_bytes_and_counts_add_up(seed: int, lookahead: int, predictor: str) -> None:
+    if predictor == "next_gate" and lookahead > 1:
+        return
+    trace = _random(seed, tokens=120, layers=4, num_experts=16, top_k=3)
+    for batch_size, compute_us, budget in ((1, 85, None), (2, 30, None), (4, 400, 3 * MIB)):
+        settings = SimulationSettings(
+            num_slots=12, predictor=predictor, lookahead=lookahead, expert_bytes=2 * MIB,
+            compute_us=compute_us, budget_bytes=budget, policy="lfru",
+        )  # fmt: skip
+        batched = trace.batched(batch_size)
+        _check_accounts(batched, simulate(batched, settings))
+
+
+def test_no_time_on_the_link_makes_every_prefetch_late_or_dropped() -> None:
+    trace = _random(0, tokens=60, layers=3, num_experts=16, top_k=3)
+    settings = SimulationSettings(
+        num_slots=6, predictor="next_gate", compute_us=1e-9, budget_bytes=100 << 20
+    )
+    result = simulate(trace, settings)
+    assert result.total("prefetch_used") == 0
+    assert result.total("late") > 0
+    assert result.late_bytes == result.wasted_bytes == result.useful_bytes == 0
+
+
+def test_endless_link_and_a_perfect_forecast_leave_misses_to_the_first_layer() -> None:
+    trace = _random(0, tokens=60, layers=3, num_experts=16, top_k=3)
+    settings = SimulationSettings(num_slots=6, predictor="oracle", link_gbs=float("inf"))
+    result = simulate(trace, settings)
+    assert [layer.hit_rate for layer in result.layers[1:]] == [1.0, 1.0]
+    assert result.layers[0].hit_rate < 1
+    assert result.recall_among_misses == 1.0
+    assert result.stall_us_per_step == 0.0
+    assert json.loads(to_json([result]))[0]["link_gbs"] is None
+
+
+def test_partial_prefetch_is_finished_at_demand_and_a_useless_one_is_wasted() -> None:
+    guesses = np.array([[[2, 5]], [[6, 7]]], dtype=np.int16)
+    trace = _trace([[0, 1], [2, 3]], [[0, 1], [2, 3]], next_gate=guesses)
+    settings = SimulationSettings(
+        num_slots=4, predictor="next_gate", expert_bytes=1_000_000, link_gbs=1.0,
+        compute_us=1500.0, widen=1,
+    )  # fmt: skip
+    result = simulate(trace, settings)
+    first, second = result.layers
+    # Token 1: 2 arrives whole, half of 5 is dropped, 3 is missed. Token 2: 6 arrives whole into an
+    # empty slot and stays, half of 7 is dropped.
+    assert (second.prefetched, second.prefetch_used, second.prefetch_dropped) == (4, 1, 2)
+    assert (second.hits, second.misses, second.late, second.evictions) == (3, 1, 0, 0)
+    assert (result.useful_bytes, result.late_bytes) == (1_000_000, 0)
+    assert result.wasted_bytes == 1_000_000
+    assert first.stall_us == pytest.approx(2000)
+    assert second.stall_us == pytest.approx(1000)
+    assert result.step_us == pytest.approx(2 * 1500 + 1500)
+
+    late = simulate(trace, replace(settings, compute_us=250.0, budget_bytes=1))
+    assert late.layers[1].late == 1
+    assert late.late_bytes == 1  # the budget stops the copy, the demand finishes it
+    assert late.layers[1].stall_us == pytest.approx(2000 - 1e-3)
+
+
+def test_budget_bounds_what_is_reserved_and_copied() -> None:
+    trace = _random(0, tokens=200, layers=2, num_experts=32, top_k=4)
+    settings = SimulationSettings(
+        num_slots=16, predictor="oracle", link_gbs=float("inf"), expert_bytes=MIB
+    )
+    for budget, most in ((0, 0), (MIB, 1), (2 * MIB + 1, 3)):
+        result = simulate(trace, replace(settings, budget_bytes=budget))
+        assert result.layers[1].prefetched <= 200 * most
+        assert (result.layers[1].prefetched > 0) == (most > 0)
+        copied = result.useful_bytes + result.late_bytes + result.wasted_bytes
+        assert copied <= 200 * budget
+
+
+@pytest.mark.parametrize("wide_steps", ["expert", "token"])
+def test_wide_steps_are_split_and_read_absent_experts(wide_steps: str) -> None:
+    rows = [[[0, 1]], [[2, 3]], [[4, 5]], [[0, 1]]]
+    trace = _trace(*rows, step=np.array([0, 0, 0, 1]))
+    result = simulate(trace, SimulationSettings(num_slots=4, wide_steps=wide_steps))
+    assert result.num_steps == 2
+    assert result.total("misses") == {"expert": 6, "token": 6 + 2}[wide_steps]
+    assert result.total("hits") == {"expert": 2, "token": 0}[wide_steps]
+    assert result.demand_bytes == result.total("misses") * (9 * MIB)
+
+
+def test_nothing_is_predicted_from_a_wide_step() -> None:
+    tokens = [[[i, i + 1], [i, i + 1]] for i in range(5)]
+    trace = _trace(*tokens, step=np.zeros(5, np.int32))
+    result = simulate(trace, SimulationSettings(num_slots=4, predictor="oracle"))
+    assert result.total("prefetched") == 0
+
+
+def test_experts_of_one_step_count_once() -> None:
+    trace = _trace([[1, 2]], [[2, 1]], [[3, 2]], step=np.zeros(3, np.int32))
+    assert simulate(trace, SimulationSettings(num_slots=4)).total("misses") == 3
+
+
+def test_grid_has_every_combination_and_the_bound_beside_it(tmp_path: Path) -> None:
+    trace = _random(0, tokens=60, layers=3, num_experts=16, top_k=3)
+    results = simulate_grid(
+        trace, SimulationSettings(num_slots=4),
+        num_slots=[4, 8], policies=["lru", "lfru", "belady"], predictors=["none", "oracle"],
+    )  # fmt: skip
+    assert len(results) == 12
+    for result in results:
+        slots = result.settings.num_slots
+        assert result.belady_hit_rate == belady_hit_rate(trace, slots)
+    rows = json.loads(to_json(results))
+    assert {(r["num_slots"], r["policy"], r["predictor"]) for r in rows} == set(
+        itertools.product([4, 8], ["lru", "lfru", "belady"], ["none", "oracle"])
+    )
+    for row, result in zip(rows, results, strict=True):
+        assert 0 <= row["hit_rate"] <= 1
+        assert row["hit_rate"] == result.hit_rate
+        assert row["stall_us_per_step"] == result.stall_us_per_step
+        assert len(row["layers"]) == 3
+        assert row["misses"] == sum(layer["misses"] for layer in row["layers"])
+    pytest.importorskip("matplotlib")
+    plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
+        ({"expert_bytes": 0}, "expert_bytes must be at least 1"),
+        ({"widen": 0}, "widen must be at least 1"),
+        ({"lookahead": 0}, "lookahead must be at least 1"),
+        ({"link_gbs": 0.0}, "link_gbs must be positive, got 0.0"),
+        ({"link_gbs": float("nan")}, "link_gbs must be positive, got nan"),
+        ({"compute_us": -1.0}, "compute_us must be positive"),
+        ({"compute_us": float("inf")}, "compute_us must be finite"),
+        ({"budget_bytes": -1}, "budget_bytes must not be negative"),
+        ({"wide_steps": "layer"}, "wide_steps must be 'expert' or 'token', got 'layer'"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SimulationSettings(**{"num_slots": 4, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slots": 1}, "num_slots=1 cannot hold one token's 2 experts; use at least 2"),
+        ({"num_slots": 9}, "num_slots must be between 1 and the layer's 8 experts, got 9"),
+        ({"policy": "lur"}, "'lur'; choose lru or lfru; did you mean .*belady"),
+        ({"predictor": "orcale"}, r"unknown predictor 'orcale'; .* did you mean 'oracle'\?"),
+        ({"predictor": "next_gate"}, "needs the array next_gate, which this trace does not have"),
+        ({"lookahead": 3}, "lookahead=3 reaches past the last of 3 MoE layers; use at most 2"),
+        ({"predictor": "oracle", "lookahead": 3}, "lookahead=3 reaches past the last"),
+    ],
+)
+def test_settings_that_do_not_fit_the_trace_are_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    trace = _trace([[0, 1], [2, 3], [4, 5]])
+    with pytest.raises(ValueError, match=message):
+        simulate(trace, SimulationSettings(**{"num_slots": 4, **changes}))
+
+
+def test_one_layer_has_nothing_to_predict() -> None:
+    trace = _trace([[0, 1]], [[1, 2]])
+    assert simulate(trace, SimulationSettings(num_slots=4)).total("hits") == 1
+    with pytest.raises(ValueError, match="past the last of 1 MoE layers"):
+        simulate(trace, SimulationSettings(num_slots=4, predictor="oracle"))
