@@ -91,32 +91,23 @@ def check_slots(
 
 
 def prepare_compilation(vllm_config: VllmConfig, *, mode: str, version: str) -> None:
-    """Keep the MoE op out of captured pieces, and the compile cache apart from other runs.
+    """Leave only the CUDA graphs that the mode can serve, and keep the compile cache apart.
 
-    In `eager` mode the host decides at every MoE layer, so no graph may hold the op: FULL graphs
-    are turned into PIECEWISE ones. PIECEWISE pieces stop before and after the op in every mode.
+    In `full` mode decode batches are captured whole, and nothing else is: a PIECEWISE graph would
+    hold the MoE op with this capture's decisions or, if it were split there, read the op's output
+    from the address that it had at capture. So prompts and mixed batches run compiled, without
+    graphs. In `eager` mode the host decides at every MoE layer, so there are no graphs at all. What
+    vLLM compiles is the same as without the cache, to the bit.
     """
     compilation = vllm_config.compilation_config
-    if compilation.mode == CompilationMode.VLLM_COMPILE:
-        splitting = list(compilation.splitting_ops or ())
-        for op in ("vllm::moe_forward", "vllm::moe_forward_shared"):
-            if op not in splitting:
-                splitting.append(op)
-        compilation.splitting_ops = splitting
-    if mode == "eager" and compilation.cudagraph_mode is not None:
-        compilation.cudagraph_mode = _without_full_graphs(compilation.cudagraph_mode)
+    if compilation.cudagraph_mode is not None:
+        compilation.cudagraph_mode = (
+            CUDAGraphMode.FULL_DECODE_ONLY if mode == "full" else CUDAGraphMode.NONE
+        )
     # vLLM hashes additional_config into the key of its compile cache, but not the worker class.
     additional = dict(vllm_config.additional_config or {})
     additional["prefetch_runtime_version"] = version
     vllm_config.additional_config = additional
-
-
-def _without_full_graphs(mode: CUDAGraphMode) -> CUDAGraphMode:
-    if not mode.has_full_cudagraphs():
-        return mode
-    if mode.has_piecewise_cudagraphs():
-        return CUDAGraphMode.PIECEWISE
-    return CUDAGraphMode.NONE
 
 
 def check_layers_are_ours(

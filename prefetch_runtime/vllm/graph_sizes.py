@@ -13,8 +13,7 @@ logger = init_logger(__name__)
 def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:
     """Have a V1 `CudagraphDispatcher` leave out, whenever it lists its graphs, those too wide.
 
-    A batch that finds no FULL graph takes the PIECEWISE one of its size, whose MoE layers run
-    between the pieces.
+    A batch that finds no graph of its size runs without one, its MoE layers as waves.
     """
     initialize = dispatcher.initialize_cudagraph_keys
 
