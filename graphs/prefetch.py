@@ -75,8 +75,6 @@ class PrefetchHook:
 
         self.budget = torch.zeros(table.num_layers, dtype=torch.int64, device=table.device)
         """[L] int64: bytes that a step may copy for a layer before its demand is known."""
-        self.epoch = integers(table.num_layers)
-        """[L] int32: step whose demand was posted last."""
         self.state = PrefetchState(
             entries=integers(*shape, 2),
             entry_count=integers(table.num_layers),
@@ -84,6 +82,7 @@ class PrefetchHook:
             demand=integers(table.num_layers, table.num_experts),
             bytes_before=records.bytes_before,
             header=records.header,
+            epoch=integers(table.num_layers),
         )
         self.set_budget(budget_bytes)
         table.attach_prefetch(self.state)
@@ -125,7 +124,7 @@ class PrefetchHook:
             )
         reserve_kernel[(1,)](
             forecast, *table.reservation_tensors(), state.entries, state.entry_count,
-            state.progress, self.epoch, state.demand, self.budget, state.header,
+            state.progress, state.epoch, state.demand, self.budget, state.header,
             layer_idx, forecast.numel(),
             table.num_experts, table.num_slots, self.max_forecast,
             triton.next_power_of_2(table.num_slots), triton.next_power_of_2(self.max_forecast),
@@ -138,7 +137,7 @@ class PrefetchHook:
         table, state, records = self.table, self.state, self.records
         table.require_layer(layer_idx)
         prefetch_fill_kernel[(self._programs,)](
-            state.entries, state.entry_count, state.progress, self.epoch, state.demand,
+            state.entries, state.entry_count, state.progress, state.epoch, state.demand,
             self.budget, table.clocks, records.header, records.units, layer_idx,
             table.num_experts, self.max_forecast, records.max_units,
             records.unit_bytes, tail_of(records), num_warps=self._num_warps,
@@ -153,7 +152,7 @@ class PrefetchHook:
         n, top_k, row_stride, form = table.check_ids(topk_ids, padding)
         num_warps = warps_for(n)
         post_kernel[(1,)](
-            topk_ids, topk_ids if padding is None else padding, self.state.demand, self.epoch,
+            topk_ids, topk_ids if padding is None else padding, self.state.demand, self.state.epoch,
             table.clocks, layer_idx, n, row_stride,
             table.num_experts, top_k, block_for(n, num_warps), int(form), num_warps=num_warps,
         )  # fmt: skip

@@ -96,6 +96,12 @@ class PrefetchState(NamedTuple):
     demand: torch.Tensor  # [L, E] int32: step in which the expert was last posted
     bytes_before: torch.Tensor  # [L, U + 1] int64
     header: torch.Tensor  # [L, 4] int64
+    epoch: torch.Tensor  # [L] int32: step whose demand was posted last
+
+    @property
+    def read_by_plans(self) -> tuple[torch.Tensor, ...]:
+        """In the order in which a kernel takes them."""
+        return self[:-1]
 
 
 class DeviceSlotTable:
@@ -192,6 +198,7 @@ class DeviceSlotTable:
         if self._prefetch is not None:
             self._prefetch.entry_count.zero_()
             self._prefetch.demand.zero_()
+            self._prefetch.epoch.zero_()
 
     def advance(self) -> None:
         """Begin the next step: once per replay, before the first layer."""
@@ -375,7 +382,7 @@ class DeviceSlotTable:
             self._control,
             self.clocks,
             self.counters,
-            *(nothing if prefetch is None else prefetch),
+            *(nothing if prefetch is None else prefetch.read_by_plans),
         )
         forecast = 1 if prefetch is None else prefetch.progress.shape[1]
         sizes = {

@@ -445,6 +445,15 @@ def test_clear_forgets_what_is_in_flight() -> None:
     rig.audit()
 
 
+def test_clear_forgets_what_was_posted() -> None:
+    rig = Rig()
+    rig.hook.post(0, tensor([[1]]))
+    rig.table.clear()
+    rig.hook.reserve(0, tensor([7]))
+    rig.hook.fill(0)
+    assert rig.in_flight() == [(7, 0, NUM_UNITS)]
+
+
 def test_a_branch_is_joined_once_per_fork() -> None:
     branch = PrefetchBranch(DEVICE)
     with pytest.raises(RuntimeError, match="nothing to join"):
