@@ -51,7 +51,8 @@ class PrefetchConfig(BaseModel):
     expert_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The same as a total in GiB over all layers; excludes `slots_per_layer`."""
     mode: Mode = "auto"
-    """Where the mapping is decided; "auto" takes the fastest mode that device and vLLM allow."""
+    """Where the mapping is decided: by the host at every layer ("eager", and "auto" so far), or by
+    kernels inside one captured graph ("full")."""
     policy: str = "lru"
     """Which slot a newcomer takes: "lru" or "lfru"."""
     predictor: str = "none"

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from tqdm import tqdm
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
@@ -47,6 +48,7 @@ class PrefetchEngine:
         self._pads = graphs is not None and graphs != CUDAGraphMode.NONE
         self.injection: RoutingInjection | None = None
         self._top_k = 0
+        self._bar: tqdm[None] | None = None
         self._vllm_config = vllm_config
         self._num_layers = 0
         self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -65,6 +67,14 @@ class PrefetchEngine:
         """Number the MoE layers in the order in which the model builds them."""
         self._num_layers += 1
         return self._num_layers - 1
+
+    def moved_in(self, layer_idx: int) -> None:
+        """One more layer is in its final form; moves the progress bar on standard error."""
+        if self._bar is None:
+            self._bar = tqdm(total=self._num_layers, desc="Moving experts in", unit="layer")
+        self._bar.update()
+        if layer_idx + 1 == self._num_layers:
+            self._bar.close()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's storage is in the host store."""

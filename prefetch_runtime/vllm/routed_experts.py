@@ -101,6 +101,7 @@ class PrefetchRoutedExperts(RoutedExperts):
                 self._experts, engine.wave_rows(self.top_k, self.hidden_size, self.params_dtype)
             )
         self._cache_provider = CachedWeightProvider(engine.scheduler, self._cache_layer_idx)
+        engine.moved_in(self._cache_layer_idx)
 
     @property
     def _is_first(self) -> bool:
