@@ -1,0 +1,50 @@
+"""The demo through real engines, with all threads: its verdict is yes, and no when it should be."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from prefetch_runtime import cli
+from prefetch_runtime.demo import run_demo
+from tests.engine.conftest import CORRUPTING, MODEL, ROOT
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+TOKENS = 16
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, list[str]]]:
+    """Runs the demo; returns its exit status and what it printed."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the corrupting worker is found
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    log = tmp_path / "demo.log"
+
+    def run() -> tuple[int, list[str]]:
+        arguments = ["demo", "--model", MODEL, "--max-tokens", str(TOKENS), "--log", str(log)]
+        ran = CliRunner().invoke(cli.app, arguments)
+        if ran.exception is not None and not isinstance(ran.exception, SystemExit):
+            raise ran.exception
+        return ran.exit_code, ran.stdout.splitlines()
+
+    return run
+
+
+def test_the_verdict_is_yes(demo: Callable[[], tuple[int, list[str]]]) -> None:
+    status, lines = demo()
+    assert lines[-1] == f"identical: yes, {4 * TOKENS} tokens"
+    assert status == 0
+    assert any("8/32" in line for line in lines), "the counters are printed"
+
+
+def test_a_wrong_mapping_makes_the_verdict_no_and_the_exit_status_1(
+    demo: Callable[[], tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "run_demo", partial(run_demo, worker_cls=CORRUPTING))
+    status, lines = demo()
+    assert lines[-1].startswith("identical: no, prompt ")
+    assert status == 1
