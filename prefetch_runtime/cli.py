@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from prefetch_runtime import __version__
+from prefetch_runtime import __version__, cli_trace
 from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, generate
 from prefetch_runtime.stats import RuntimeStats
+from prefetch_runtime.trace import TraceError
 
 app = typer.Typer(
     name="prefetch-runtime",
@@ -134,7 +136,10 @@ def serve(
     settings = {**(additional.get(ADDITIONAL_CONFIG_KEY) or {}), **given}
     config = PrefetchConfig.from_mapping(settings)
     _check_model(model, config)
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *passed_on]
+    command = [sys.executable, "-m", "prefetch_runtime.vllm.serve"]
+    if config.enabled and config.metrics:
+        command.append("--metrics")
+    command += ["serve", model, *passed_on]
     if config.enabled:
         if any(_option_name(argument) == "--worker-cls" for argument in passed_on):
             raise ConfigError(
@@ -206,6 +211,9 @@ def generate_command(
     cache_gib: CacheGib = None,
     mode: ModeOption = None,
     policy: PolicyOption = None,
+    predictor: PredictorOption = None,
+    predictor_widen: WidenOption = None,
+    prefetch_budget_mib: BudgetOption = None,
     staging_slots: StagingOption = None,
 ) -> None:
     """Generate from prompts, then print the cache's counters."""
@@ -214,6 +222,9 @@ def generate_command(
         expert_cache_gib=cache_gib,
         mode=mode,
         policy=policy,
+        predictor=predictor,
+        predictor_widen=predictor_widen,
+        prefetch_budget_mib=prefetch_budget_mib,
         staging_slots=staging_slots,
     )
     config = PrefetchConfig.from_mapping(settings)
@@ -274,31 +285,41 @@ def stats_table(stats: RuntimeStats) -> Table:
     """The counters as a table, a row per MoE layer and one for all."""
     table = Table(
         title=f"expert cache: mode {stats.mode}, policy {stats.policy}, "
-        f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB"
+        f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
     )
-    for column in ("layer", "slots", "hits", "misses", "hit rate", "evictions", "waves", "MiB"):
+    counters = ["hits", "misses", "evictions", "waves"]
+    if stats.total("prefetched"):
+        counters[2:2] = ["late", "prefetched", "prefetch_used", "prefetch_dropped"]
+    short = {
+        "evictions": "evicted",
+        "prefetched": "guessed",
+        "prefetch_used": "used",
+        "prefetch_dropped": "dropped",
+    }
+    for column in ("layer", "slots", "hit rate", *(short.get(c, c) for c in counters), "MiB"):
         table.add_column(column, justify="right")
+
+    def copied(nbytes: int) -> str:
+        return f"{nbytes / 2**20:.1f}"
+
     for layer in stats.layers:
         table.add_row(
             str(layer.layer_idx),
             f"{layer.num_slots}/{layer.num_experts}",
-            str(layer.hits),
-            str(layer.misses),
             f"{layer.hit_rate:.1%}",
-            str(layer.evictions),
-            str(layer.waves),
-            f"{layer.bytes_copied / 2**20:.1f}",
+            *(str(getattr(layer, counter)) for counter in counters),
+            copied(layer.bytes_copied + layer.bytes_prefetched),
         )
     table.add_section()
     table.add_row(
         "all",
         "",
-        str(stats.total("hits")),
-        str(stats.total("misses")),
         f"{stats.hit_rate:.1%}",
-        str(stats.total("evictions")),
-        str(stats.total("waves")),
-        f"{stats.total('bytes_copied') / 2**20:.1f}",
+        *(str(stats.total(counter)) for counter in counters),
+        copied(stats.total("bytes_copied") + stats.total("bytes_prefetched")),
     )
     return table
 
@@ -318,11 +339,15 @@ def _common(
     """Serve MoE models whose experts do not fit on the GPU."""
 
 
+app.command()(cli_trace.trace)
+app.command()(cli_trace.simulate)
+
+
 def main() -> None:
     """Run the command; what the user can mend ends in one line and exit status 2 (1: engine)."""
     try:
         app()
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, TraceError) as error:
         err.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
     except GenerationError as error:

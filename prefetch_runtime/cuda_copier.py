@@ -215,6 +215,12 @@ class CudaCopier:
         # RAW: a kernel must see whole experts.
         self._issuing(lambda: self._streams.compute_stream().wait_event(copy_done))
 
+    def is_done(self, ticket: CopyTicket) -> bool:
+        self._check_usable()
+        if ticket.serial > self._completed:
+            self._issuing(self._retire)
+        return ticket.serial <= self._completed
+
     def synchronize(self) -> None:
         self._check_usable()
         self._issuing(self._drain)

@@ -5,12 +5,12 @@ keeps no copy of it and never picks a victim: vLLM schedules a step while the GP
 Shapes: L = layers, E = experts of a layer, S = slots, T = tokens, K = top_k.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from graphs import DeviceSlotTable, ExpertFill, LayerRecords, RecordTable, field_of
+from graphs import DeviceCounters, DeviceSlotTable, ExpertFill, LayerRecords, RecordTable, field_of
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import IntArray, LayerCache, Scheduler, WidePlan
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -86,7 +86,12 @@ class DeviceScheduler(Scheduler):
             self.table.advance()
 
     def fetch(
-        self, layer_idx: int, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,
+        guesses: torch.Tensor | None = None,  # noqa: ARG002 - prediction is not in graphs yet
     ) -> torch.Tensor:
         """As `Scheduler.fetch`, by kernels on the current stream; the host waits for nothing.
 
@@ -106,7 +111,10 @@ class DeviceScheduler(Scheduler):
         return slot_ids
 
     def token_waves(
-        self, layer_idx: int, topk_ids: torch.Tensor
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        guesses: torch.Tensor | None = None,  # noqa: ARG002
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """As in `Scheduler`; the host reads the ids to find the runs, the device plans each."""
         self._begin_layer(layer_idx)
@@ -124,7 +132,12 @@ class DeviceScheduler(Scheduler):
         worst = min(topk_ids.numel(), layer.store.num_experts)
         return worst <= layer.buffers.num_slots and topk_ids.numel() <= MAX_ASSIGNMENTS
 
-    def _plan_wide(self, layer: LayerCache, topk_ids: torch.Tensor) -> WidePlan:
+    def _plan_wide(
+        self,
+        layer: LayerCache,
+        topk_ids: torch.Tensor,
+        guesses: torch.Tensor | None,  # noqa: ARG002
+    ) -> WidePlan:
         """As in `Scheduler`, but what is resident is read from the device, with the demand, in one
         transfer; and every change is made by a kernel that follows on the same stream."""
         table = self.table
@@ -185,20 +198,38 @@ class DeviceScheduler(Scheduler):
         self.table.check_errors()
         return super().stats()
 
-    def _stats_of(self, layer: LayerCache) -> LayerStats:
-        counters = self.table.counters_of(layer.layer_idx)
+    def counter_tensors(self) -> Sequence[torch.Tensor]:
+        """What the kernels count, at fixed addresses."""
+        return (self.table.counters, self.table.clocks)
+
+    def stats_from(self, copies: Sequence[torch.Tensor]) -> RuntimeStats:
+        """As in `Scheduler`."""
+        rows, (_, step) = (copy.tolist() for copy in copies)
+        counted = [DeviceCounters.of_row(row) for row in rows]
+        return self._stats_with(
+            [self._counted(layer, counted[layer.layer_idx], step - 1) for layer in self.layers]
+        )
+
+    def _counted(self, layer: LayerCache, counters: DeviceCounters, steps: int) -> LayerStats:
         return LayerStats(
             layer_idx=layer.layer_idx,
             layer_name=layer.layer_name,
             num_experts=layer.store.num_experts,
             num_slots=layer.buffers.num_slots,
-            steps=int(self.table.step.item()) - 1,
+            steps=steps,
             hits=counters.hits,
             misses=counters.misses,
             evictions=counters.evictions,
+            late=counters.late,
+            prefetched=counters.prefetched,
+            prefetch_used=counters.prefetch_used,
+            prefetch_dropped=counters.prefetch_dropped,
             waves=layer.waves,
             # Every miss is one expert read, into a slot or through the staging ring.
             bytes_copied=counters.misses * layer.store.layout.payload_bytes,
+            bytes_useful=counters.used_bytes,
+            bytes_late=counters.late_bytes,
+            bytes_wasted=counters.wasted_bytes,
         )
 
     def reset(self) -> None:

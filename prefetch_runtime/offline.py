@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Generation:
     seconds: float
     stats: RuntimeStats | None
     """The cache's counters; None for a run without it."""
+    rpc: Mapping[str, Any] = field(default_factory=dict)
+    """What the worker methods called at the end returned, by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,25 +50,29 @@ def generate(
     ignore_eos: bool = False,
     engine_options: Mapping[str, Any] | None = None,
     worker_cls: str = WORKER_CLS,
+    before: Sequence[Sequence[Any]] = (),
+    after: Sequence[Sequence[Any]] = (),
 ) -> Generation:
     """Generate with vLLM in a child process; its output goes to `log`, appended.
 
     Args:
         settings: the cache's settings, or None to run vLLM alone, without any of our code.
         engine_options: more arguments of `vllm.LLM`.
+        before, after: worker methods to call around the generation, each with its arguments; only
+            with the cache. What the latter return is in `Generation.rpc`.
 
     Raises:
         GenerationError: the engine did not start or failed; says why.
     """
     llm: dict[str, Any] = {"model": model, "disable_log_stats": True, **(engine_options or {})}
-    rpc: list[str] = []
+    rpc: list[Sequence[Any]] = []
     if settings is not None:
         llm["worker_cls"] = worker_cls
         llm["additional_config"] = {
             **llm.get("additional_config", {}),
             ADDITIONAL_CONFIG_KEY: dict(settings),
         }
-        rpc = ["prefetch_stats"]
+        rpc = [*after, ["prefetch_stats"]]
     spec = {
         "llm": llm,
         "prompts": list(prompts),
@@ -75,6 +81,7 @@ def generate(
             "max_tokens": max_tokens,
             "ignore_eos": ignore_eos,
         },
+        "before": list(before) if settings is not None else [],
         "rpc": rpc,
     }
     result = _run(spec, log)
@@ -84,6 +91,7 @@ def generate(
         result["token_ids"],
         result["seconds"],
         None if stats is None else RuntimeStats.from_dict(stats),
+        result["rpc"],
     )
 
 

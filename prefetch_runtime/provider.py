@@ -84,13 +84,20 @@ class CachedWeightProvider(ExpertWeightProvider):
         self._tensors = tensors
 
     def prepare(
-        self, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+        self,
+        topk_ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,
+        guesses: torch.Tensor | None = None,
     ) -> ExpertWeightResult:
         """Bring in what is absent, publish the mapping, and rename the ids to slots.
 
-        `padding`: rows that belong to no token and cost nothing, see `Scheduler.fetch`.
+        `padding`: rows that belong to no token and cost nothing; `guesses`: what the next layer's
+        router would choose. See `Scheduler.fetch`.
         """
-        slot_ids = self._scheduler.fetch(self._layer_idx, topk_ids, padding=padding)
+        slot_ids = self._scheduler.fetch(
+            self._layer_idx, topk_ids, padding=padding, guesses=guesses
+        )
         tensors = self._tensors
         return ExpertWeightResult(
             tensors["w13_weight"],

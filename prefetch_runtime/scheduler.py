@@ -13,8 +13,10 @@ import numpy.typing as npt
 import torch
 
 from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
+from prefetch_runtime.host_prefetch import HostPrefetcher, fits_predictor, split_read
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.policies import create_policy
+from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import SlotTable
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -39,6 +41,8 @@ class LayerCache:
     """[E + 1] int32 on the host, pinned on CUDA: the row as it is published next."""
     local_of: IntArray | None
     """[E] local id of each global id, -1 for experts of other ranks; None without expert map."""
+    is_stale: bool = False
+    """Whether the table has changed since the mapping was published."""
     experts_read: int = 0
     steps: int = 0
     waves: int = 0
@@ -96,6 +100,9 @@ class Scheduler:
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], Any] = {}
         self._now = 1
         self.host_calls = 0
+        self.recorder: TraceRecorder | None = None
+        """Takes what the routers choose, while one is set."""
+        self._prefetcher: HostPrefetcher | None = None
         self._closed = False
 
     # Set-up
@@ -146,6 +153,23 @@ class Scheduler:
     def seal(self) -> None:
         """Called once, after the last `add_layer` and before the first step."""
 
+    def attach_prefetcher(self, prefetcher: HostPrefetcher) -> None:
+        """Predict from now on. Once, after `seal`; the scheduler closes it.
+
+        Raises:
+            ValueError: an expert map, or layers of different sizes, which predictors cannot take.
+        """
+        if any(layer.local_of is not None for layer in self.layers) or not fits_predictor(
+            [layer.store.num_experts for layer in self.layers]
+        ):
+            raise ValueError("prediction needs layers of one size, and no expert map")
+        self._prefetcher = prefetcher
+
+    @property
+    def needs_guesses(self) -> bool:
+        """Whether `fetch` wants the next router's guesses."""
+        return self._prefetcher is not None and self._prefetcher.needs_guesses
+
     # One step
 
     def begin_step(self) -> None:
@@ -153,31 +177,65 @@ class Scheduler:
         self._now += 1
 
     def fetch(
-        self, layer_idx: int, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,
+        guesses: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Make the demanded experts resident; return their slots, [T, K], dtype of `topk_ids`.
 
         `padding` says which rows belong to no token, as bool [T] (true = padding) or as an integer
-        KV slot mapping [T] (negative = padding). They cost nothing, like ids of -1.
+        KV slot mapping [T] (negative = padding). They cost nothing, like ids of -1. `guesses`
+        [T, G]: the next MoE layer's router on this layer's input, best first, if the predictor
+        needs them (`needs_guesses`).
 
         Raises:
             NotEnoughSlots: more distinct experts than slots; nothing has changed.
         """
         layer = self._layers[layer_idx]
         topk_ids = without_padding(topk_ids, padding)
-        self._fetch(layer, self._demanded(layer, topk_ids))
+        host_ids, host_guesses = self._read(layer, topk_ids, guesses)
+        self._fetch(layer, host_ids.ravel())
+        self._predict(layer, host_ids, host_guesses)
         return self._renamed(layer, topk_ids)
 
     def _fetch(self, layer: LayerCache, demanded: IntArray) -> None:
+        """Plan the demand, copy what is absent, publish the mapping once its bytes are there."""
+        if self._prefetcher is not None:
+            layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
         plan = layer.table.plan(demanded, self._now)
         self._count_step(layer)
         layer.waves += 1
-        if plan.loads.size == 0:
+        if self._prefetcher is not None:
+            self._prefetcher.join(layer.layer_idx, plan)
+        if plan.loads.size:
+            copies = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
+            # RAW: what follows on the compute stream sees whole experts, the mapping included.
+            self._copier.wait(copies)
+        if plan.loads.size or plan.late.size or layer.is_stale:
+            self._publish(layer)
+
+    def _predict(self, layer: LayerCache, ids: IntArray, guesses: IntArray | None) -> None:
+        """Bring in what a later layer will probably ask for, beside this layer's compute."""
+        prefetcher = self._prefetcher
+        if prefetcher is None:
             return
-        copies = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
-        # RAW: whatever follows on the compute stream sees whole experts, the new mapping included.
-        self._copier.wait(copies)
-        self._publish(layer)
+        prefetcher.observe(layer.layer_idx, ids)
+        index = prefetcher.target_of(layer.layer_idx)
+        if index is None:
+            return
+        target = self._layers[index]
+        target.is_stale |= prefetcher.predict(
+            layer.layer_idx,
+            ids,
+            guesses,
+            store=target.store,
+            buffers=target.buffers,
+            table=target.table,
+            now=self._now,
+        )
 
     # Wide steps
 
@@ -197,11 +255,11 @@ class Scheduler:
         num_slots = layer.buffers.num_slots
         if min(topk_ids.numel(), layer.store.num_experts) <= num_slots:
             return True
-        demanded = self._demanded(layer, topk_ids)
+        demanded = self._local_ids(layer, topk_ids).ravel()
         return np.unique(demanded[demanded >= 0]).size <= num_slots
 
     def token_waves(
-        self, layer_idx: int, topk_ids: torch.Tensor
+        self, layer_idx: int, topk_ids: torch.Tensor, guesses: torch.Tensor | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Split a wide step by token: yields a run of tokens and its slot ids, [run, K].
 
@@ -209,12 +267,16 @@ class Scheduler:
         the one before. An expert that two runs need may be copied twice.
         """
         layer = self._layers[layer_idx]
-        host_ids = self._local_ids(layer, topk_ids)
+        host_ids, _ = self._read(layer, topk_ids, guesses)
+        if self._prefetcher is not None:
+            self._prefetcher.observe(layer_idx, host_ids)
         for run in cut_by_token(host_ids, layer.buffers.num_slots):
             self._fetch(layer, host_ids[run].ravel())
             yield run, self._renamed(layer, topk_ids[run])
 
-    def expert_waves(self, layer_idx: int, topk_ids: torch.Tensor) -> Iterator[ExpertWave]:
+    def expert_waves(
+        self, layer_idx: int, topk_ids: torch.Tensor, guesses: torch.Tensor | None = None
+    ) -> Iterator[ExpertWave]:
         """Split a wide step by expert: residents first, then the absent through the staging ring.
 
         Each absent expert is copied once, and while one wave is computed the next is on its way.
@@ -223,7 +285,7 @@ class Scheduler:
         Each wave must be computed, on the compute stream, before the next one is asked for.
         """
         layer = self._layers[layer_idx]
-        plan = self._plan_wide(layer, topk_ids)
+        plan = self._plan_wide(layer, topk_ids, guesses)
         ring = self._staging_of(layer)
         waves = cut_by_expert(plan.streamed, ring[0].num_slots)
         layer.waves += 1 + len(waves)
@@ -241,6 +303,7 @@ class Scheduler:
             start(index)
         if plan.into_slots is not None:
             self._copier.wait(plan.into_slots)  # RAW: the residents' wave reads these slots
+        if plan.into_slots is not None or layer.is_stale:
             self._publish(layer)
         if plan.has_residents or not waves:
             yield ExpertWave(layer.buffers, self.mapping(layer), is_last=not waves)
@@ -253,9 +316,15 @@ class Scheduler:
             if index + 2 < len(waves):
                 start(index + 2)
 
-    def _plan_wide(self, layer: LayerCache, topk_ids: torch.Tensor) -> WidePlan:
+    def _plan_wide(
+        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: torch.Tensor | None
+    ) -> WidePlan:
         """Mark the residents used, give empty slots to the most demanded of the absent."""
-        demanded = self._demanded(layer, topk_ids)
+        host_ids, _ = self._read(layer, topk_ids, guesses)
+        if self._prefetcher is not None:
+            layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
+            self._prefetcher.observe(layer.layer_idx, host_ids)
+        demanded = host_ids.ravel()
         hits, absent = layer.table.touch(demanded, self._now)
         self._count_step(layer)
         tokens_of = np.bincount(demanded[demanded >= 0], minlength=layer.store.num_experts)
@@ -298,6 +367,18 @@ class Scheduler:
 
     def stats(self) -> RuntimeStats:
         """The counters as they are now."""
+        return self.stats_from([tensor.cpu() for tensor in self.counter_tensors()])
+
+    def counter_tensors(self) -> Sequence[torch.Tensor]:
+        """The counters that are on the device: none, the host counts."""
+        return ()
+
+    def stats_from(self, copies: Sequence[torch.Tensor]) -> RuntimeStats:  # noqa: ARG002
+        """The counters, given copies on the host of `counter_tensors`. Waits for nothing, and may
+        be called by another thread than the one that steps."""
+        return self._stats_with([self._stats_of(layer) for layer in self.layers])
+
+    def _stats_with(self, of_layers: Sequence[LayerStats]) -> RuntimeStats:
         layers = self.layers
         staging = {id(half): half for ring in self._staging.values() for half in ring}
         return RuntimeStats(
@@ -308,12 +389,14 @@ class Scheduler:
             host_bytes=self._host_store.total_bytes,
             pinned_bytes=self._host_store.pinned_bytes,
             host_calls=self.host_calls,
-            layers=[self._stats_of(layer) for layer in layers],
+            layers=of_layers,
         )
 
     def reset(self) -> None:
         """Empty every slot and restart the counters; what the device still reads stays in place."""
         self._copier.synchronize()
+        if self._prefetcher is not None:
+            self._prefetcher.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the staged rows are written below
         for layer in self._layers.values():
@@ -330,6 +413,8 @@ class Scheduler:
             return
         self._closed = True
         # Copies read the host store and write the slots, so they end first.
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._copier.close()
         self._layers.clear()
         self._staging.clear()
@@ -339,6 +424,7 @@ class Scheduler:
 
     def _stats_of(self, layer: LayerCache) -> LayerStats:
         counters = layer.table.counters
+        expert_bytes = layer.store.layout.payload_bytes
         return LayerStats(
             layer_idx=layer.layer_idx,
             layer_name=layer.layer_name,
@@ -348,16 +434,35 @@ class Scheduler:
             hits=counters.hits,
             misses=counters.misses,
             evictions=counters.evictions,
+            late=counters.late,
+            prefetched=counters.prefetched,
+            prefetch_used=counters.prefetch_used,
+            prefetch_dropped=counters.prefetch_dropped,
             waves=layer.waves,
-            bytes_copied=layer.experts_read * layer.store.layout.payload_bytes,
+            bytes_copied=layer.experts_read * expert_bytes,
+            bytes_prefetched=(
+                0
+                if self._prefetcher is None
+                else self._prefetcher.experts_read[layer.layer_idx] * expert_bytes
+            ),
+            bytes_useful=counters.prefetch_used * expert_bytes,
+            bytes_late=counters.late * expert_bytes,
+            bytes_wasted=counters.prefetch_dropped * expert_bytes,
         )
 
-    def _demanded(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
-        return self._local_ids(layer, topk_ids).ravel()
+    def _read(
+        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: torch.Tensor | None
+    ) -> tuple[IntArray, IntArray | None]:
+        """[T, K] local ids and the guesses on the host, and into the trace if one is recorded."""
+        ids, host_guesses = split_read(topk_ids, guesses)
+        if self.recorder is not None:
+            self.recorder.record(layer.layer_idx, ids, host_guesses)
+        return self._as_local(layer, ids), host_guesses
 
     def _local_ids(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
-        """[T, K] local ids on the host; this is where the host waits for the router."""
-        ids: IntArray = topk_ids.cpu().numpy().astype(np.int32, copy=False)
+        return self._as_local(layer, split_read(topk_ids, None)[0])
+
+    def _as_local(self, layer: LayerCache, ids: IntArray) -> IntArray:
         if layer.local_of is None:
             return ids
         return np.where(ids >= 0, layer.local_of[ids], -1).astype(np.int32, copy=False)
@@ -380,8 +485,9 @@ class Scheduler:
         """Write the layer's mapping to the device, after the bytes on the compute stream.
 
         The staged row may still be read by an earlier publication of this layer, but only until
-        the host has seen ids that were computed after it: `_local_ids` waits for those first.
+        the host has seen ids that were computed after it: `_read` waits for those first.
         """
+        layer.is_stale = False
         layer.mapping_staged[:-1].numpy()[:] = self.planned_mapping(layer)
         if layer.mapping_staged is not layer.mapping:
             layer.mapping.copy_(layer.mapping_staged, non_blocking=True)

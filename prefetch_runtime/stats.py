@@ -21,13 +21,30 @@ class LayerStats:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    late: int = 0
+    """Demanded while their prefetch was under way."""
+    prefetched: int = 0
+    """Brought in before any demand."""
+    prefetch_used: int = 0
+    """Prefetched, and whole at their first demand; counted once, and also one of `hits`."""
+    prefetch_dropped: int = 0
+    """Prefetched and given up, or evicted before any demand."""
     waves: int = 0
     bytes_copied: int = 0
+    """Copied because they were demanded."""
+    bytes_prefetched: int = 0
+    """Copied because they were predicted; of these, so far:"""
+    bytes_useful: int = 0
+    """... there in time for their first demand."""
+    bytes_late: int = 0
+    """... demanded while they were under way."""
+    bytes_wasted: int = 0
+    """... given up, or evicted before any demand."""
 
     @property
     def hit_rate(self) -> float:
         """Share of demanded experts already resident, 0 to 1; 0.0 before any demand."""
-        demanded = self.hits + self.misses
+        demanded = self.hits + self.late + self.misses
         return self.hits / demanded if demanded else 0.0
 
 
@@ -53,7 +70,7 @@ class RuntimeStats:
     @property
     def hit_rate(self) -> float:
         """Share of demanded experts already resident over all layers, 0 to 1."""
-        demanded = self.total("hits") + self.total("misses")
+        demanded = self.total("hits") + self.total("late") + self.total("misses")
         return self.total("hits") / demanded if demanded else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["ful
         raise UnsupportedError(
             f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
         )
+    if config.predictor != "none":
+        raise UnsupportedError(
+            f"{spelled('predictor')} {config.predictor!r} works in mode 'eager' only in this "
+            f"version; leave it out or leave {spelled('mode')} 'full' out"
+        )
     why_not = _why_not_full(vllm_config)
     if why_not is not None:
         raise UnsupportedError(f"{spelled('mode')} 'full' {why_not}; use 'eager' or 'auto'")

@@ -9,9 +9,12 @@ from tqdm import tqdm
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from prefetch_runtime.config import PrefetchConfig, spelled
+from predictors import PredictorShape, create_predictor
+from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.copier import create_copier
+from prefetch_runtime.host_prefetch import HostPrefetcher
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.injection import RoutingInjection
 from prefetch_runtime.scheduler import Scheduler
@@ -49,6 +52,9 @@ class PrefetchEngine:
         self.injection: RoutingInjection | None = None
         self._top_k = 0
         self._bar: tqdm[None] | None = None
+        self._gates: list[torch.nn.Module | None] = []
+        self.record_guesses = False
+        """Whether a recorded trace holds the next routers' guesses."""
         self._vllm_config = vllm_config
         self._num_layers = 0
         self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -62,6 +68,65 @@ class PrefetchEngine:
             yield
         finally:
             _current.reset(token)
+
+    def seal(self, model: torch.nn.Module) -> None:
+        """Called when the model is loaded: fix the tables, start the predictor.
+
+        Raises:
+            ConfigError: the predictor cannot work with this model.
+        """
+        self.scheduler.seal()
+        self._gates = gates_of(model)
+        config = self.config
+        if config.predictor == "none":
+            return
+        first = self.host_store.layer(0)
+        try:
+            shape = PredictorShape(
+                num_layers=self._num_layers, num_experts=first.num_experts, top_k=self._top_k
+            )
+            prefetcher = HostPrefetcher(
+                create_predictor(config.predictor, shape),
+                create_copier(self.device),
+                num_layers=self._num_layers,
+                top_k=self._top_k,
+                widen=config.predictor_widen,
+                budget_bytes=(
+                    None
+                    if config.prefetch_budget_mib is None
+                    else int(config.prefetch_budget_mib * 2**20)
+                ),
+            )
+            self.scheduler.attach_prefetcher(prefetcher)
+        except ValueError as error:
+            raise ConfigError(f"{spelled('predictor')} {config.predictor!r}: {error}") from None
+        if self.scheduler.needs_guesses:
+            self.check_gates()
+
+    def check_gates(self) -> None:
+        """Raise ConfigError unless every MoE layer's router was found."""
+        if None in self._gates or not self._gates:
+            missing = self._gates.index(None) if self._gates else 0
+            raise ConfigError(
+                f"{spelled('predictor')} 'next_gate' needs each MoE layer's router, but that of "
+                f"layer {missing} was not found; choose another predictor"
+            )
+
+    def guesses(self, layer_idx: int, x: torch.Tensor) -> torch.Tensor | None:
+        """[T, widen * top_k] ids: what the next MoE layer's router makes of this layer's input,
+        best first; None past the last layer or when nobody wants to know."""
+        recorder = self.scheduler.recorder
+        wanted = self.scheduler.needs_guesses or (recorder is not None and self.record_guesses)
+        if not wanted or layer_idx + 1 >= self._num_layers:
+            return None
+        gate = self._gates[layer_idx + 1]
+        assert gate is not None
+        logits = gate(x)
+        if isinstance(logits, tuple):  # vLLM's linear layers return (output, bias)
+            logits = logits[0]
+        count = min(self.config.predictor_widen * self._top_k, logits.shape[-1])
+        best: torch.Tensor = logits.topk(count, dim=-1).indices
+        return best
 
     def next_layer_idx(self) -> int:
         """Number the MoE layers in the order in which the model builds them."""
@@ -178,6 +243,22 @@ class PrefetchEngine:
         """Free the cache. Safe to call twice."""
         self.scheduler.close()
         self._wave_rows.clear()
+
+
+def gates_of(model: torch.nn.Module) -> list[torch.nn.Module | None]:
+    """The router of each MoE layer, in order: held by vLLM's runner, or beside it in the block."""
+    gates: list[torch.nn.Module | None] = []
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if not isinstance(module, MoERunner):
+            continue
+        block = modules.get(name.rpartition(".")[0])
+        gate = module.gate
+        for attribute in ("gate", "router"):
+            if gate is None and block is not None:
+                gate = getattr(block, attribute, None)
+        gates.append(gate if isinstance(gate, torch.nn.Module) else None)
+    return gates
 
 
 def _scheduler_class(mode: str) -> type[Scheduler]:

@@ -27,7 +27,7 @@ class PrefetchModelRunner:
             RoutedExperts,
             lambda layer: isinstance(layer, PrefetchRoutedExperts),
         )
-        self.scheduler.seal()
+        self.prefetch_engine.seal(self.get_model())  # type: ignore[attr-defined]
         dispatcher = getattr(self, "cudagraph_dispatcher", None)
         if dispatcher is not None:
             limit_v1_graphs(dispatcher, self.prefetch_engine)
@@ -43,7 +43,18 @@ class PrefetchModelRunner:
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """One engine step: the clock moves before the first layer runs."""
         self.scheduler.begin_step()
-        return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        result = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        if self.scheduler.recorder is not None:
+            self.scheduler.recorder.end_step(self._requests(args[0] if args else None))
+        return result
+
+    def _requests(self, scheduler_output: Any) -> list[tuple[str, int]]:
+        """(request, tokens) of the step's rows in order; empty where the runner does not say."""
+        batch = getattr(self, "input_batch", None)
+        scheduled = getattr(scheduler_output, "num_scheduled_tokens", None)
+        if scheduled is None or batch is None or not hasattr(batch, "req_ids"):
+            return []
+        return [(request, scheduled.get(request, 0)) for request in batch.req_ids]
 
 
 @lru_cache

@@ -3,9 +3,9 @@
     python offline.py SPEC.json RESULT.json
 
 SPEC: {"llm": {arguments of vllm.LLM}, "prompts": [str], "sampling": {arguments of SamplingParams},
-"rpc": [worker methods to call at the end]}. RESULT: {"texts", "token_ids", "seconds", "rpc"} or
-{"error": message}. A spec without worker class is vLLM alone, so that a run of ours can be compared
-with one that has loaded none of our code.
+"before": [[worker method, arguments...]] to call before generating, "rpc": the same after it}.
+RESULT: {"texts", "token_ids", "seconds", "rpc"} or {"error": message}. A spec without worker class
+is vLLM alone, so that a run of ours can be compared with one that has loaded none of our code.
 """
 
 import json
@@ -21,6 +21,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**spec["llm"])
+    for name, *arguments in spec.get("before", []):
+        llm.collective_rpc(name, args=tuple(arguments))
     started = time.perf_counter()
     outputs = llm.generate(spec["prompts"], SamplingParams(**spec["sampling"]), use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -28,7 +30,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "texts": [output.outputs[0].text for output in outputs],
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "seconds": seconds,
-        "rpc": {name: llm.collective_rpc(name)[0] for name in spec.get("rpc", [])},
+        "rpc": {
+            name: llm.collective_rpc(name, args=tuple(arguments))[0]
+            for name, *arguments in spec.get("rpc", [])
+        },
     }
 
 

@@ -136,15 +136,16 @@ class PrefetchRoutedExperts(RoutedExperts):
                 config = self._tuned.of(x, self.w13_weight, self.w2_weight)
                 stack.enter_context(launched_as(config))
             padding = engine.padding(topk_ids.shape[0])
+            guesses = engine.guesses(self._cache_layer_idx, x)
             if scheduler.fits(self._cache_layer_idx, topk_ids):
-                slot_ids = provider.prepare(topk_ids, padding=padding).topk_ids
-                return super().forward_modular(x, topk_weights, slot_ids, *args, **kwargs)
-            if self._rows is None:
-                return self._forward_by_token(x, topk_weights, topk_ids, *args, **kwargs)
-            return self._forward_by_expert(x, topk_weights, topk_ids, *args, **kwargs)
+                result = provider.prepare(topk_ids, padding=padding, guesses=guesses)
+                return super().forward_modular(x, topk_weights, result.topk_ids, *args, **kwargs)
+            forward = self._forward_by_token if self._rows is None else self._forward_by_expert
+            return forward(guesses, x, topk_weights, topk_ids, *args, **kwargs)
 
     def _forward_by_token(
         self,
+        guesses: torch.Tensor | None,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -152,8 +153,8 @@ class PrefetchRoutedExperts(RoutedExperts):
         **kwargs: Any,
     ) -> torch.Tensor:
         output = torch.empty_like(x)
-        waves = self._cache_engine.scheduler.token_waves(self._cache_layer_idx, topk_ids)
-        for run, slot_ids in waves:
+        scheduler = self._cache_engine.scheduler
+        for run, slot_ids in scheduler.token_waves(self._cache_layer_idx, topk_ids, guesses):
             output[run] = super().forward_modular(
                 x[run], topk_weights[run], slot_ids, *args, **kwargs
             )
@@ -161,6 +162,7 @@ class PrefetchRoutedExperts(RoutedExperts):
 
     def _forward_by_expert(
         self,
+        guesses: torch.Tensor | None,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -175,7 +177,8 @@ class PrefetchRoutedExperts(RoutedExperts):
         }
         output: Any = None
         try:
-            for wave in self._cache_engine.scheduler.expert_waves(self._cache_layer_idx, topk_ids):
+            scheduler = self._cache_engine.scheduler
+            for wave in scheduler.expert_waves(self._cache_layer_idx, topk_ids, guesses):
                 for name, tensor in wave.buffers.tensors.items():
                     self._parameters[name].data = tensor
                 self._wave_map = wave.expert_map

@@ -1,0 +1,176 @@
+"""`prefetch-runtime trace` and `simulate`: record a model's routing, replay it without a GPU."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from prefetch_runtime.config import ConfigError, PrefetchConfig
+from prefetch_runtime.offline import generate
+from prefetch_runtime.simulate import (
+    SimulationResult,
+    SimulationSettings,
+    plot,
+    simulate_grid,
+    to_json,
+)
+from prefetch_runtime.trace import TraceError, load_trace
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def trace(
+    model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="What to continue; may be repeated.")
+    ],
+    output: Annotated[Path, typer.Option("--out", help="The .npz file to write.")],
+    slots: Annotated[
+        int, typer.Option("--moe-expert-cache-size", min=1, help="Slots per layer while recording.")
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 128,
+    max_trace_tokens: Annotated[int, typer.Option(min=1, help="Record at most so many.")] = 65536,
+    next_gate: Annotated[bool, typer.Option(help="Record the next routers' guesses too.")] = True,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence.")] = None,
+    log: Annotated[Path, typer.Option(help="Where the engine's output goes.")] = Path(
+        "prefetch-runtime-trace.log"
+    ),
+) -> None:
+    """Record which experts a model routes to, in mode `eager`."""
+    settings = {"slots_per_layer": slots, "mode": "eager"}
+    PrefetchConfig.from_mapping(settings)
+    options: dict[str, Any] = {"enforce_eager": True}
+    if max_model_len is not None:
+        options["max_model_len"] = max_model_len
+    if not output.resolve().parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {output.resolve().parent}")
+    log.unlink(missing_ok=True)
+    with err.status("generating"):
+        result = generate(
+            model,
+            prompt,
+            settings=settings,
+            log=log,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            engine_options=options,
+            before=[["prefetch_trace_start", max_trace_tokens, next_gate]],
+            after=[["prefetch_trace_save", str(output.resolve())]],
+        )
+    held = result.rpc["prefetch_trace_save"]
+    out.print(
+        f"{output}: {held['tokens']} tokens in {held['steps']} steps, {held['layers']} layers"
+        + (
+            f"; {held['dropped']} tokens over --max-trace-tokens left out"
+            if held["dropped"]
+            else ""
+        )
+    )
+
+
+def simulate(
+    trace_file: Annotated[Path, typer.Option("--trace", help="A recorded trace (.npz).")],
+    slots: Annotated[str, typer.Option(help="Slots per layer, comma separated.")] = "8,16",
+    policy: Annotated[str, typer.Option(help="lru, lfru or belady, comma separated.")] = "lru",
+    predictor: Annotated[
+        str,
+        typer.Option(
+            help="none, next_gate, previous_token, transition, frequency, oracle; comma separated."
+        ),
+    ] = "none",
+    link_gbs: Annotated[float, typer.Option(help="Link in 1e9 bytes/s.")] = 50.0,
+    expert_mib: Annotated[float, typer.Option(help="MiB of one expert.")] = 9.0,
+    compute_us: Annotated[float, typer.Option(help="Microseconds of a layer without stall.")] = 85,
+    budget_mib: Annotated[
+        float | None, typer.Option(help="MiB of speculation per layer and step.")
+    ] = None,
+    widen: Annotated[int, typer.Option(help="Experts predicted, as a multiple of top_k.")] = 2,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Regroup the trace into steps of so many sequences.")
+    ] = None,
+    num_experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts per layer, if the trace does not say.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw hit rate and stall into an image.")
+    ] = None,
+) -> None:
+    """Replay a trace through the cache's own slots, policies and predictors, on a modelled link."""
+    try:
+        recorded = load_trace(trace_file, num_experts=num_experts)
+    except OSError as error:
+        raise ConfigError(f"--trace: cannot read {trace_file}: {error.strerror}") from None
+    if batch is not None:
+        recorded = recorded.batched(batch)
+    try:
+        settings = SimulationSettings(
+            num_slots=recorded.top_k,
+            link_gbs=link_gbs,
+            expert_bytes=int(expert_mib * 2**20),
+            compute_us=compute_us,
+            widen=widen,
+            budget_bytes=None if budget_mib is None else int(budget_mib * 2**20),
+        )
+        results = simulate_grid(
+            recorded,
+            settings,
+            num_slots=_integers("--slots", slots),
+            policies=_names(policy),
+            predictors=_names(predictor),
+        )
+    except TraceError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if plot_file is not None:
+        try:
+            plot(results, plot_file)
+        except ImportError:
+            raise ConfigError(
+                "--plot needs matplotlib; pip install 'prefetch-runtime[plot]'"
+            ) from None
+    if as_json:
+        typer.echo(json.dumps(json.loads(to_json(results))))
+        return
+    out.print(_table(results))
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} must be whole numbers such as 8,16, got {text!r}") from None
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _table(results: list[SimulationResult]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for column in ("slots", "policy", "predictor"):
+        table.add_column(column)
+    for column in ("hits", "Belady", "recall", "stall", "step", "useful", "wasted"):
+        table.add_column(column, justify="right")
+    for result in results:
+        bound = result.belady_hit_rate
+        table.add_row(
+            str(result.settings.num_slots),
+            result.settings.policy,
+            result.settings.predictor,
+            f"{result.hit_rate:.1%}",
+            "" if bound is None else f"{bound:.1%}",
+            f"{result.recall_among_misses:.0%}",
+            f"{result.stall_us_per_step:.0f}",
+            f"{result.step_us:.0f}",
+            f"{result.useful_bytes / 2**20:.0f}",
+            f"{result.wasted_bytes / 2**20:.0f}",
+        )
+    table.caption = "stall, step: us a step; useful, wasted: MiB of speculation"
+    return table

@@ -1,0 +1,103 @@
+"""Collects what every layer's router chose, as a trace that the simulator and the predictors read.
+
+Shapes: T = tokens of a step, L = MoE layers, K = top_k, G = guesses.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetch_runtime.trace import Trace
+
+IntArray = npt.NDArray[np.int32]
+
+
+class TraceRecorder:
+    """Fed by the scheduler, layer by layer; a step is kept when all its layers have come."""
+
+    def __init__(self, num_layers: int, num_experts: int, max_tokens: int) -> None:
+        """`max_tokens`: after so many the recorder keeps no more.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        for name, value in (("num_layers", num_layers), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._num_layers = num_layers
+        self._num_experts = num_experts
+        self._max_tokens = max_tokens
+        self._layers: list[IntArray] = []
+        self._guesses: list[IntArray] = []
+        self._steps: list[tuple[int, npt.NDArray[np.int16], npt.NDArray[np.int16] | None]] = []
+        self._sequences: list[npt.NDArray[np.int32]] = []
+        self._numbers: dict[str, int] = {}
+        self._num_tokens = 0
+        self._step = 0
+        self.num_dropped = 0
+        """Tokens that came after `max_tokens`."""
+
+    def record(self, layer_idx: int, topk_ids: IntArray, guesses: IntArray | None) -> None:
+        """One layer's choice, [T, K], -1 in padding rows; guesses [T, G] for the next layer."""
+        if layer_idx == 0:
+            self._layers, self._guesses = [], []
+            self._step += 1
+        if layer_idx != len(self._layers):
+            self._layers = []  # the step began before the recording did
+            return
+        self._layers.append(topk_ids.copy())
+        if guesses is not None:
+            self._guesses.append(guesses.copy())
+        if layer_idx + 1 == self._num_layers:
+            self._keep()
+
+    def end_step(self, requests: Sequence[tuple[str, int]]) -> None:
+        """Which request each row of the last step belongs to: (id, number of rows), in order."""
+        total = sum(count for _, count in requests)
+        if not self._steps or len(self._sequences) >= len(self._steps):
+            return
+        rows = self._steps[-1][1].shape[0]
+        if total != rows:
+            return  # rows of another order or padding: their requests are not known
+        numbers = [self._numbers.setdefault(name, len(self._numbers)) for name, _ in requests]
+        self._sequences.append(
+            np.repeat(np.array(numbers, dtype=np.int32), [count for _, count in requests])
+        )
+
+    def trace(self) -> Trace:
+        """What has been recorded.
+
+        Raises:
+            TraceError: nothing has.
+        """
+        topk = [topk for _, topk, _ in self._steps]
+        guesses = [guess for _, _, guess in self._steps if guess is not None]
+        steps = [np.full(topk.shape[0], number, dtype=np.int32) for number, topk, _ in self._steps]
+        known = len(self._sequences) == len(self._steps)
+        empty = np.empty((0, self._num_layers, 1), dtype=np.int16)
+        all_topk = np.concatenate(topk) if topk else empty
+        return Trace(
+            topk=all_topk,
+            sequence=(
+                np.concatenate(self._sequences)
+                if known and self._sequences
+                else np.zeros(all_topk.shape[0], dtype=np.int32)
+            ),
+            num_experts=self._num_experts,
+            next_gate=np.concatenate(guesses) if guesses else None,
+            step=np.concatenate(steps) if steps else None,
+        )
+
+    def _keep(self) -> None:
+        topk = np.stack(self._layers, axis=1)
+        real = (topk >= 0).all(axis=(1, 2))
+        tokens = int(real.sum())
+        if self._num_tokens + tokens > self._max_tokens:
+            self.num_dropped += tokens
+            return
+        guesses: npt.NDArray[np.int16] | None = None
+        if len(self._guesses) == self._num_layers - 1 and self._guesses:
+            guesses = np.stack(self._guesses, axis=1)[real].astype(np.int16)
+        self._num_tokens += tokens
+        self._steps.append((self._step, topk[real].astype(np.int16), guesses))
