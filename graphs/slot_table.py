@@ -80,6 +80,11 @@ class DeviceCounters:
     wasted_bytes: int
     """Bytes that were copied for `prefetch_dropped`."""
 
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> "DeviceCounters":
+        """The counts in one row of `DeviceSlotTable.counters`."""
+        return cls(*row[: Counter.UNPLACED])
+
     @property
     def hit_rate(self) -> float:
         """Share of demanded experts that were resident; 0.0 before any demand."""
@@ -253,8 +258,7 @@ class DeviceSlotTable:
     def counters_of(self, layer_idx: int) -> DeviceCounters:
         """A snapshot. Waits for the device."""
         self.require_layer(layer_idx)
-        row = self.counters[layer_idx].tolist()
-        return DeviceCounters(*row[: Counter.UNPLACED])
+        return DeviceCounters.of_row(self.counters[layer_idx].tolist())
 
     def check_errors(self) -> None:
         """Raise SlotTableError if a plan could not be carried out. Waits for the device."""

@@ -24,8 +24,11 @@ CLI_SPELLING: Mapping[str, str] = {
 }
 """The option of `prefetch-runtime serve` and `generate` that sets each key."""
 
+METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable naming the folder through which vLLM's processes share their metrics."""
+
 POLICIES = ("lru", "lfru")
-PREDICTORS = ("none",)
+PREDICTORS = ("none", "next_gate", "previous_token", "transition", "frequency")
 
 
 def spelled(key: str) -> str:
@@ -60,11 +63,11 @@ class PrefetchConfig(BaseModel):
     predictor_widen: int = Field(default=2, ge=1, le=16)
     """Experts that a prediction names, as a multiple of top_k."""
     prefetch_budget_mib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Bytes of speculation per layer and step; None lets the runtime set it."""
+    """Bytes of speculation per layer and step; None: whatever the prediction names."""
     staging_slots: int = Field(default=16, ge=2, le=1024)
     """Experts in the ring, shared by all layers, through which wide steps stream absent experts."""
     metrics: bool = False
-    """Publish the counters for Prometheus."""
+    """Publish the counters for Prometheus, on vLLM's own /metrics."""
 
     @model_validator(mode="after")
     def _check(self) -> "PrefetchConfig":
@@ -80,8 +83,6 @@ class PrefetchConfig(BaseModel):
             )
         _check_name("policy", self.policy, POLICIES)
         _check_name("predictor", self.predictor, PREDICTORS)
-        if self.metrics:
-            raise ValueError(f"{spelled('metrics')} is not available in this version; leave it out")
         return self
 
     @property

@@ -77,7 +77,7 @@ def _refused(ran: Ran, *parts: str) -> None:
     assert ran.out == ""
 
 
-START = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+START = [sys.executable, "-m", "prefetch_runtime.vllm.serve", "serve"]
 
 
 class TestServe:

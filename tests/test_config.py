@@ -61,7 +61,7 @@ class TestAccepted:
             "predictor_widen": 16,
             "prefetch_budget_mib": 0.0,
             "staging_slots": 2,
-            "metrics": False,
+            "metrics": True,
         }
         given = PrefetchConfig.from_mapping(settings).model_dump()
         assert {key: given[key] for key in settings} == settings

@@ -1,5 +1,6 @@
 """`--worker-cls prefetch_runtime.vllm.PrefetchWorker`: a vLLM worker with an expert cache."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
@@ -9,6 +10,9 @@ from vllm.platforms import current_platform
 import prefetch_runtime
 from prefetch_runtime.audit import audit
 from prefetch_runtime.config import PrefetchConfig, spelled
+from prefetch_runtime.metrics import MetricsPublisher, check_multiprocess_mode, start_metrics
+from prefetch_runtime.recorder import TraceRecorder
+from prefetch_runtime.trace import save_trace
 from prefetch_runtime.vllm import routed_experts
 from prefetch_runtime.vllm.checks import (
     UnsupportedError,
@@ -34,12 +38,15 @@ class PrefetchWorker(BaseWorker):
     """
 
     prefetch_engine: PrefetchEngine | None = None
+    prefetch_metrics: MetricsPublisher | None = None
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError for settings, options or models that the cache cannot serve."""
         self.prefetch_config = PrefetchConfig.from_additional_config(vllm_config.additional_config)
         if self.prefetch_config.enabled:
             check_vllm_config(vllm_config)
+            if self.prefetch_config.metrics:
+                check_multiprocess_mode()
             self.prefetch_mode = self._choose_mode(vllm_config)
             prepare_compilation(
                 vllm_config, mode=self.prefetch_mode, version=prefetch_runtime.__version__
@@ -74,10 +81,14 @@ class PrefetchWorker(BaseWorker):
         times = super().compile_or_warm_up_model()
         if self.prefetch_engine is not None:
             self.prefetch_engine.scheduler.reset()
+            if self.prefetch_config.metrics:
+                self.prefetch_metrics = start_metrics(self.prefetch_engine.scheduler, self.device)
         return times
 
     def shutdown(self) -> None:
         """Shut down, the cache last: vLLM's graphs hold addresses of its slots."""
+        if self.prefetch_metrics is not None:
+            self.prefetch_metrics.close()
         super().shutdown()
         self._close_cache()
 
@@ -97,13 +108,60 @@ class PrefetchWorker(BaseWorker):
     def prefetch_reset(self) -> None:
         """Empty the cache and restart the counters. Between requests only."""
         if self.prefetch_engine is not None:
-            self.prefetch_engine.scheduler.reset()
+            with self._metrics_go_on():
+                self.prefetch_engine.scheduler.reset()
+
+    def _metrics_go_on(self) -> AbstractContextManager[None]:
+        """Within this context the counters may be restarted; what is published goes on."""
+        metrics = self.prefetch_metrics
+        return nullcontext() if metrics is None else metrics.restarting()
 
     def prefetch_audit(self) -> list[str]:
         """What is wrong with the slots now: empty when every mapped byte equals the host store."""
         if self.prefetch_engine is None:
             return []
         return audit(self.prefetch_engine.scheduler)
+
+    def prefetch_trace_start(self, max_tokens: int, next_gate: bool) -> None:
+        """Empty the cache, restart the counters, and record the routing from here on.
+
+        Raises:
+            UnsupportedError: the cache is off, or the mode keeps routing on the device.
+        """
+        engine = self.prefetch_engine
+        if engine is None:
+            raise UnsupportedError(
+                f"recording a trace needs the expert cache; set {spelled('slots_per_layer')}"
+            )
+        if engine.mode != "eager":
+            raise UnsupportedError(
+                f"recording a trace needs {spelled('mode')} 'eager', not {engine.mode!r}"
+            )
+        if next_gate:
+            engine.check_gates()
+        engine.record_guesses = next_gate
+        with self._metrics_go_on():
+            engine.scheduler.reset()
+        first = engine.host_store.layer(0)
+        engine.scheduler.recorder = TraceRecorder(
+            len(engine.host_store.layers), first.num_experts, max_tokens
+        )
+
+    def prefetch_trace_save(self, path: str) -> dict[str, int]:
+        """Write the trace to an .npz and stop recording. Returns what it holds."""
+        engine = self.prefetch_engine
+        recorder = None if engine is None else engine.scheduler.recorder
+        if engine is None or recorder is None:
+            raise RuntimeError("no trace is being recorded; call prefetch_trace_start first")
+        engine.scheduler.recorder = None
+        trace = recorder.trace()
+        save_trace(path, trace)
+        return {
+            "tokens": trace.num_tokens,
+            "layers": trace.num_layers,
+            "steps": len(trace.step_bounds()) - 1,
+            "dropped": recorder.num_dropped,
+        }
 
     # Refused while the cache is on
 
