@@ -182,14 +182,17 @@ class SimulationResult:
         }
 
 
-class BeladyPolicy:
+class BeladyPolicy(EvictionPolicy):
     """Evicts the expert whose next demand is farthest away (Belady, IBM Systems Journal 1966)."""
 
     name: ClassVar[str] = BELADY
     units_per_step: ClassVar[int] = 1
 
     def __init__(self, uses: Sequence[Sequence[int]]) -> None:
-        """`uses`: for each expert, the steps that demand it, ascending, the first step being 1."""
+        """`uses`: for each expert, the steps that demand it, ascending, the first step being 1.
+
+        A step may stand there more than once.
+        """
         self._uses = uses
 
     def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
@@ -197,9 +200,6 @@ class BeladyPolicy:
 
     def insert(self, expert_ids: IntArray, now: int) -> IntArray:
         return np.array([-self._next_use(e, now) for e in expert_ids.tolist()], dtype=np.int32)
-
-    def miss(self, expert_ids: IntArray, now: int) -> None:
-        pass
 
     def _next_use(self, expert_id: int, now: int) -> int:
         uses = self._uses[expert_id]
@@ -221,7 +221,9 @@ class _Layer:
 @dataclass(slots=True)
 class _Totals:
     late_bytes: float = 0.0
-    wasted_bytes: float = 0.0
+    lost: int = 0
+    """Prefetches that were neither whole nor demanded when their layer came."""
+    lost_bytes: float = 0.0
     demand_bytes: float = 0.0
     absent: int = 0
     named: int = 0
@@ -369,12 +371,11 @@ def _policies(
 def _uses(
     topk_ids: npt.NDArray[np.int16], step_of: npt.NDArray[np.intp], num_experts: int
 ) -> list[list[int]]:
-    """For every expert, the steps that demand it, ascending."""
+    """For every expert, the steps that demand it, ascending, once per token that does."""
     uses: list[list[int]] = [[] for _ in range(num_experts)]
     for step, experts in zip(step_of.tolist(), topk_ids.tolist(), strict=True):
         for expert in experts:
-            if not uses[expert] or uses[expert][-1] != step:
-                uses[expert].append(step)
+            uses[expert].append(step)
     return uses
 
 
@@ -395,8 +396,8 @@ def _demand(
             table.commit(whole, now)
         if lost:
             table.cancel(lost)
-            totals.wasted_bytes += sum(copied[e] for e in lost)
-    dropped_before = table.counters.prefetch_dropped
+            totals.lost += len(lost)
+            totals.lost_bytes += sum(copied[e] for e in lost)
     if is_wide and settings.wide_steps == "expert":
         _, absent = table.touch(topk_ids, now)
         tokens_of = np.bincount(topk_ids.ravel(), minlength=table.num_experts)
@@ -413,8 +414,6 @@ def _demand(
                 needed += expert_bytes - copied[expert]
     if copied:
         copied.clear()
-    evicted_unused = table.counters.prefetch_dropped - dropped_before
-    totals.wasted_bytes += evicted_unused * expert_bytes
     totals.demand_bytes += needed
     layer.stall_bytes += needed
     return is_wide
@@ -466,6 +465,7 @@ def _result(
         )
         for layer in layers
     ]
+    evicted_unused = sum(layer.prefetch_dropped for layer in results) - totals.lost
     return SimulationResult(
         settings=settings,
         num_tokens=trace.num_tokens,
@@ -473,7 +473,7 @@ def _result(
         layers=results,
         useful_bytes=sum(layer.prefetch_used for layer in results) * settings.expert_bytes,
         late_bytes=round(totals.late_bytes),
-        wasted_bytes=round(totals.wasted_bytes),
+        wasted_bytes=round(totals.lost_bytes) + evicted_unused * settings.expert_bytes,
         demand_bytes=round(totals.demand_bytes),
         absent_when_predicted=totals.absent,
         absent_and_predicted=totals.named,

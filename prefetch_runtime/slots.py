@@ -150,6 +150,7 @@ class SlotTable:
         self._last_demand = 0  # latest entry of _demanded_at
         self._now = 1
         self._clock_origin = 0
+        self.policy.reset(self.num_experts)
         self.counters = SlotCounters()
 
     def plan(self, expert_ids: npt.ArrayLike, now: int) -> SlotPlan:
@@ -173,17 +174,17 @@ class SlotTable:
             return SlotPlan(hits, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
         loads = demanded[~resident]
+        self.policy.miss(loads, clock)
         late = late_slots = _NONE
         if self._num_in_flight:
             reserved = self._reserved[loads]
             arriving = reserved >= 0
             late, late_slots = loads[arriving], reserved[arriving]
             loads = loads[~arriving]
-        self.policy.miss(loads, clock)
         self._use(hits, hit_slots, clock, now)
 
         # Victims are chosen before anything of this plan is placed, with its own slots protected.
-        key = self.score.copy()
+        key = self.policy.order(self.score, self.owner, clock)
         if self._num_in_flight:
             key[self._in_flight] = _LAST_RESORT
             key[late_slots] = _PROTECTED
@@ -251,13 +252,13 @@ class SlotTable:
         if limit < 0:
             raise ValueError(f"limit must not be negative, got {limit}")
         named = self._in_order(forecast)
-        self._advance(now)
+        clock = self._advance(now)
         held = self.mapping[named]
         absent = (held < 0) & (self._reserved[named] < 0)
         wanted = named[absent][:limit]
         if wanted.size == 0:
             return wanted, _NONE
-        key = self.score.copy()
+        key = self.policy.order(self.score, self.owner, clock)
         key[held[held >= 0]] = _PROTECTED
         if self._num_in_flight:
             key[self._in_flight] = _PROTECTED
@@ -299,7 +300,9 @@ class SlotTable:
         """
         if steps < 0:
             raise ValueError(f"steps must not be negative, got {steps}")
-        self.score[:] = rebase_scores(self.score, steps * self.policy.units_per_step)
+        units = steps * self.policy.units_per_step
+        self.score[:] = rebase_scores(self.score, units)
+        self.policy.rebase(units)
         self._clock_origin += steps
 
     def snapshot(self) -> SlotSnapshot:

@@ -133,7 +133,7 @@ def test_belady_is_the_least_that_any_eviction_can_miss(seed: int) -> None:
         result = simulate(trace, SimulationSettings(num_slots=num_slots, policy="belady"))
         sets = [frozenset(row[0].tolist()) for row in trace.topk]
         assert result.total("misses") == _least_misses(sets, num_slots)
-        for policy in ("lru", "lfru"):
+        for policy in ("lru", "lfru", "forecast"):
             other = simulate(trace, SimulationSettings(num_slots=num_slots, policy=policy))
             assert other.hit_rate <= belady_hit_rate(trace, num_slots)
 
@@ -213,6 +213,59 @@ def test_partial_prefetch_is_finished_at_demand_and_a_useless_one_is_wasted() ->
     assert late.layers[1].late == 1
     assert late.late_bytes == 1  # the budget stops the copy, the demand finishes it
     assert late.layers[1].stall_us == pytest.approx(2000 - 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("link_gbs", "compute_us", "budget_bytes"),
+    [(1.0, 2500.0, 10_000_000), (float("inf"), 1.0, 2_500_000)],
+    ids=["link", "budget"],
+)
+def test_two_and_a_half_prefetches_fit_in_turn(
+    link_gbs: float, compute_us: float, budget_bytes: int
+) -> None:
+    guesses = np.array([[[2, 3, 4]]], dtype=np.int16)
+    trace = _trace([[0, 1, 5], [2, 3, 4]], next_gate=guesses)
+    settings = SimulationSettings(
+        num_slots=4, predictor="next_gate", expert_bytes=1_000_000, link_gbs=link_gbs,
+        compute_us=compute_us, budget_bytes=budget_bytes,
+    )  # fmt: skip
+    result = simulate(trace, settings)
+    assert (result.layers[1].hits, result.layers[1].late) == (2, 1)
+    assert (result.useful_bytes, result.late_bytes) == (2_000_000, 500_000)
+
+
+def test_the_nearest_layer_is_carried_first() -> None:
+    trace = _trace([[0], [1], [2], [3]], [[4], [5], [6], [7]])
+    settings = SimulationSettings(
+        num_slots=1, predictor="oracle", lookahead=2, expert_bytes=1_000_000, link_gbs=1.0,
+        compute_us=750.0, budget_bytes=10_000_000,
+    )  # fmt: skip
+    result = simulate(trace, settings)
+    # Layer 2 has two windows and takes 1.0 of their 1.5; layer 3 has the rest and one of its own.
+    assert [layer.hits for layer in result.layers] == [0, 0, 2, 2]
+
+
+def test_unused_prefetch_that_is_evicted_is_wasted_whole() -> None:
+    guesses = np.array([[[6, 7]], [[1, 2]]], dtype=np.int16)
+    trace = _trace([[0, 1], [2, 3]], [[0, 1], [4, 5]], next_gate=guesses)
+    settings = SimulationSettings(
+        num_slots=4, predictor="next_gate", widen=1, link_gbs=float("inf"), expert_bytes=MIB
+    )
+    result = simulate(trace, settings)
+    # 6 and 7 arrive and stay; then 1 and 2 are fetched over them, 4 and 5 over the oldest two.
+    assert result.total("prefetch_used") == 0
+    assert result.layers[1].prefetch_dropped >= 2
+    assert result.wasted_bytes == result.layers[1].prefetch_dropped * MIB
+
+
+def test_a_wide_step_gives_up_prefetches_that_are_not_whole() -> None:
+    tokens = [[[0, 1], [2, 3]], [[0, 1], [4, 5]], [[0, 1], [6, 7]]]
+    trace = _trace(*tokens, step=np.zeros(3, np.int32))
+    settings = SimulationSettings(num_slots=4, predictor="oracle", compute_us=1.0)
+    result = simulate(trace, settings)
+    assert result.layers[1].prefetch_dropped == result.layers[1].prefetched == 1
+    assert result.layers[1].late == 0
+    assert result.wasted_bytes == round(settings.window_bytes)
 
 
 def test_budget_bounds_what_is_reserved_and_copied() -> None:
@@ -301,7 +354,7 @@ def test_impossible_settings_are_refused(changes: dict[str, object], message: st
     [
         ({"num_slots": 1}, "num_slots=1 cannot hold one token's 2 experts; use at least 2"),
         ({"num_slots": 9}, "num_slots must be between 1 and the layer's 8 experts, got 9"),
-        ({"policy": "lur"}, "'lur'; choose lru or lfru; did you mean .*belady"),
+        ({"policy": "lur"}, r"'lur'; choose one of lru, lfru, .*; did you mean .*belady"),
         ({"predictor": "orcale"}, r"unknown predictor 'orcale'; .* did you mean 'oracle'\?"),
         ({"predictor": "next_gate"}, "needs the array next_gate, which this trace does not have"),
         ({"lookahead": 3}, "lookahead=3 reaches past the last of 3 MoE layers; use at most 2"),

@@ -11,11 +11,13 @@ from .base import (
     IntArray,
     rebase_scores,
 )
+from .forecast import Forecast
 from .lfru import LFRU
 from .lru import LRU
 
 __all__ = [
     "EMPTY_SCORE",
+    "HOST_POLICY_NAMES",
     "LFRU",
     "LOWEST_SCORE",
     "LRU",
@@ -23,6 +25,7 @@ __all__ = [
     "REBASE_SCORE",
     "DeviceForm",
     "EvictionPolicy",
+    "Forecast",
     "IntArray",
     "create_device_form",
     "create_policy",
@@ -30,6 +33,10 @@ __all__ = [
 ]
 
 POLICY_NAMES = ("lru", "lfru")
+"""Policies that run on the host and on the device."""
+
+HOST_POLICY_NAMES = ("forecast",)
+"""Policies that run on the host only, in `segmented` and `eager` modes and in the simulator."""
 
 
 def create_policy(name: str) -> EvictionPolicy:
@@ -39,7 +46,9 @@ def create_policy(name: str) -> EvictionPolicy:
             return LRU()
         case "lfru":
             return LFRU()
-    raise _unknown(name)
+        case "forecast":
+            return Forecast()
+    raise _unknown(name, POLICY_NAMES + HOST_POLICY_NAMES)
 
 
 def create_device_form(name: str) -> DeviceForm:
@@ -50,11 +59,13 @@ def create_device_form(name: str) -> DeviceForm:
         case "lfru":
             from .lfru import device_form
         case _:
-            raise _unknown(name)
+            raise _unknown(name, POLICY_NAMES)
     return device_form()
 
 
-def _unknown(name: str) -> ValueError:
-    close = difflib.get_close_matches(str(name), POLICY_NAMES, n=1)
+def _unknown(name: str, choices: tuple[str, ...]) -> ValueError:
+    close = difflib.get_close_matches(str(name), choices, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"unknown eviction policy {name!r}; choose {' or '.join(POLICY_NAMES)}{hint}")
+    if name in HOST_POLICY_NAMES:
+        hint = f"; {name!r} runs on the host only"
+    return ValueError(f"unknown eviction policy {name!r}; choose one of {', '.join(choices)}{hint}")

@@ -51,9 +51,26 @@ class EvictionPolicy(Protocol):
         """Scores [n] int32 of experts that have just been given a slot, demanded or prefetched."""
         ...
 
-    def miss(self, expert_ids: IntArray, now: int) -> None:
-        """Hear the demanded experts [n] that were absent, before any of them is inserted."""
-        ...
+    def miss(self, expert_ids: IntArray, now: int) -> None:  # noqa: ARG002
+        """Hear the demanded experts [n] that are not resident, before any of them is inserted."""
+        return None
+
+    def order(self, scores: IntArray, owner: IntArray, now: int) -> IntArray:  # noqa: ARG002
+        """A new array [S] int32: the slot with the lowest value is given up first.
+
+        For policies whose choice depends on more than each slot's own past; it hears the running
+        demand before it is asked. `owner` is the expert of each slot. Slots with EMPTY_SCORE keep
+        it; other values as scores. A policy that overrides it cannot run on the device.
+        """
+        return scores.copy()
+
+    def reset(self, num_experts: int) -> None:  # noqa: ARG002
+        """The table starts, or starts over with the clock at 1: forget what was learned."""
+        return None
+
+    def rebase(self, units: int) -> None:  # noqa: ARG002
+        """The clock has been moved back, by so many score units; the table moves its scores."""
+        return None
 
 
 def rebase_scores(scores: IntArray, units: int) -> IntArray:

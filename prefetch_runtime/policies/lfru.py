@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .base import DeviceForm, IntArray
+from .base import DeviceForm, EvictionPolicy, IntArray
 
 tl: Any  # triton.language, once device_form() has been called
 
@@ -32,7 +32,7 @@ _MAX_OCTAVES = _OCTAVE_BITS + 2  # further away, a use adds less than one unit
 assert OCTAVE == 1 << _OCTAVE_BITS
 
 
-class LFRU:
+class LFRU(EvictionPolicy):
     """Evicts the expert with the smallest exponentially decayed number of uses."""
 
     name: ClassVar[str] = "lfru"
@@ -50,9 +50,6 @@ class LFRU:
         scores = np.empty(len(expert_ids), dtype=np.int32)
         scores.fill(now * UNITS_PER_STEP)
         return scores
-
-    def miss(self, expert_ids: IntArray, now: int) -> None:
-        pass
 
 
 def device_form() -> DeviceForm:

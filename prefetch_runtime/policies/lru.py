@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .base import DeviceForm, IntArray
+from .base import DeviceForm, EvictionPolicy, IntArray
 
 tl: Any  # triton.language, once device_form() has been called
 
 
-class LRU:
+class LRU(EvictionPolicy):
     """Evicts the expert whose last use is longest ago."""
 
     name: ClassVar[str] = "lru"
@@ -20,9 +20,6 @@ class LRU:
 
     def insert(self, expert_ids: IntArray, now: int) -> IntArray:
         return _filled(len(expert_ids), now)
-
-    def miss(self, expert_ids: IntArray, now: int) -> None:
-        pass
 
 
 def _filled(size: int, score: int) -> IntArray:
