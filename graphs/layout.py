@@ -15,6 +15,22 @@ NEVER = 0
 """Mark of a slot whose expert was prefetched and not demanded yet; plans are numbered from 1."""
 
 
+class Clock(IntEnum):
+    """Entries of `DeviceSlotTable.clocks`, shared by all layers."""
+
+    NOW = 0
+    """What scores are made of, from 1; moved back in good time."""
+    STEP = 1
+    """Steps, from 1; never moved back."""
+    MISSED_IN = 2
+    """The last step in which a demanded expert was absent; 0 before any."""
+    MISSED_STEPS = 3
+    """How many such steps there were."""
+
+
+NUM_CLOCKS = 4
+
+
 class Counter(IntEnum):
     """Columns of `DeviceSlotTable.counters`. Experts are counted once per plan."""
 

@@ -37,6 +37,9 @@ UNPLACED = tl.constexpr(int(layout.Counter.UNPLACED))
 BAD_IDS = tl.constexpr(int(layout.Counter.BAD_IDS))
 NUM_COUNTERS = tl.constexpr(layout.NUM_COUNTERS)
 
+MISSED_IN = tl.constexpr(int(layout.Clock.MISSED_IN))
+MISSED_STEPS = tl.constexpr(int(layout.Clock.MISSED_STEPS))
+
 PLAN = tl.constexpr(int(layout.Control.PLAN))
 FIRST_PLAN = tl.constexpr(int(layout.Control.FIRST_PLAN))
 STEP = tl.constexpr(int(layout.Control.STEP))
@@ -266,6 +269,9 @@ def plan(
         count(counters, PREFETCH_USED, used)
         count(counters, USED_BYTES, used * payload_bytes)
     if (both >> 16) > 0:
+        first_miss = tl.load(clock + MISSED_IN) != step  # of any layer in this step
+        tl.store(clock + MISSED_STEPS, tl.load(clock + MISSED_STEPS) + first_miss.to(tl.int32))
+        tl.store(clock + MISSED_IN, step)
         num_listed += place(
             ids, absent, known, seq, now, num_listed, payload_bytes,
             mapping, owner, score, mark, wanted, misses, counters,

@@ -13,9 +13,11 @@ import triton
 
 from graphs.layout import (
     EMPTY_SCORE,
+    NUM_CLOCKS,
     NUM_CONTROL,
     NUM_COUNTERS,
     REBASE_SCORE,
+    Clock,
     Counter,
     Padding,
 )
@@ -172,8 +174,8 @@ class DeviceSlotTable:
         self.misses = integers(num_layers, num_slots, 3)
         self.miss_count = integers(num_layers)
         self.counters = integers(num_layers, NUM_COUNTERS, dtype=torch.int64)
-        self.clocks = integers(2)
-        self.clock, self.step = self.clocks[:1], self.clocks[1:]  # neighbours: one read
+        self.clocks = integers(NUM_CLOCKS)  # neighbours: one read
+        self.clock, self.step = self.clocks[:1], self.clocks[Clock.STEP : Clock.STEP + 1]
         self._mark = integers(num_layers, num_slots)  # last plan that demanded the slot
         self._wanted = integers(num_layers, num_experts)  # last plan that missed the expert
         self._control = integers(num_layers, NUM_CONTROL)
@@ -198,6 +200,7 @@ class DeviceSlotTable:
         self.owner.fill_(-1)
         self.score.fill_(EMPTY_SCORE)
         self.clocks.fill_(1)
+        self.clocks[Clock.MISSED_IN :].zero_()
         for tensor in (self.miss_count, self.counters, self._mark, self._wanted, self._control):
             tensor.zero_()
         if self._prefetch is not None:

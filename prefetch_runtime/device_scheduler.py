@@ -6,11 +6,13 @@ Shapes: L = layers, E = experts of a layer, S = slots, T = tokens, K = top_k.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from graphs import DeviceCounters, DeviceSlotTable, ExpertFill, LayerRecords, RecordTable, field_of
+from graphs.layout import Clock
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import IntArray, LayerCache, Scheduler, WidePlan
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -204,11 +206,12 @@ class DeviceScheduler(Scheduler):
 
     def stats_from(self, copies: Sequence[torch.Tensor]) -> RuntimeStats:
         """As in `Scheduler`."""
-        rows, (_, step) = (copy.tolist() for copy in copies)
-        counted = [DeviceCounters.of_row(row) for row in rows]
-        return self._stats_with(
-            [self._counted(layer, counted[layer.layer_idx], step - 1) for layer in self.layers]
+        rows, clocks = (copy.tolist() for copy in copies)
+        steps, counted = clocks[Clock.STEP] - 1, [DeviceCounters.of_row(row) for row in rows]
+        stats = self._stats_with(
+            [self._counted(layer, counted[layer.layer_idx], steps) for layer in self.layers]
         )
+        return replace(stats, steps_with_misses=clocks[Clock.MISSED_STEPS])
 
     def _counted(self, layer: LayerCache, counters: DeviceCounters, steps: int) -> LayerStats:
         return LayerStats(

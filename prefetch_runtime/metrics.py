@@ -60,6 +60,13 @@ LAYER_GAUGES = (
     Series("num_slots", "slots", "Experts of the layer that fit on the device."),
     Series("num_experts", "experts", "Experts of the layer."),
 )
+COUNTERS = (
+    Series(
+        "steps_with_misses",
+        "steps_with_misses_total",
+        "Steps in which a demanded expert of any layer was not on the device.",
+    ),
+)
 GAUGES = (
     Series("slot_bytes", "slot_bytes", "Device memory of all slots."),
     Series("staging_bytes", "staging_bytes", "Device memory of the ring that prompts stream by."),
@@ -122,15 +129,11 @@ class CacheSeries:
         """Bring every series to where `stats` is; the first call creates them, at zero."""
         for layer in stats.layers:
             for series in LAYER_COUNTERS:
-                key = (series.field, layer.layer_idx)
-                value, seen = getattr(layer, series.field), self._seen.get(key, 0)
-                child = self._child(Counter, series, layer.layer_idx)
-                if value != seen:
-                    # Fewer than before: the counters were restarted since, so all of it is new.
-                    child.inc(value - seen if value > seen else value)
-                    self._seen[key] = value
+                self._advance(series, getattr(layer, series.field), layer.layer_idx)
             for series in LAYER_GAUGES:
                 self._set(series, getattr(layer, series.field), layer.layer_idx)
+        for series in COUNTERS:
+            self._advance(series, getattr(stats, series.field))
         for series in GAUGES:
             self._set(series, getattr(stats, series.field))
         if self._info is None:
@@ -143,9 +146,17 @@ class CacheSeries:
     def restarted(self) -> None:
         """The counters of `RuntimeStats` start from zero again; the series go on from where they
         are. Not needed for what `write` can see by itself: values that are lower than before."""
-        for series in LAYER_COUNTERS:
-            for key in [key for key in self._seen if key[0] == series.field]:
-                self._seen[key] = 0
+        counters = {series.field for series in (*LAYER_COUNTERS, *COUNTERS)}
+        self._seen = {key: seen for key, seen in self._seen.items() if key[0] not in counters}
+
+    def _advance(self, series: Series, value: int, layer_idx: int = -1) -> None:
+        key = (series.field, layer_idx)
+        seen = self._seen.get(key, 0)
+        child = self._child(Counter, series, layer_idx)
+        if value != seen:
+            # Fewer than before: the counters were restarted since, so all of it is new.
+            child.inc(value - seen if value > seen else value)
+            self._seen[key] = value
 
     def _set(self, series: Series, value: int, layer_idx: int = -1) -> None:
         key = (series.field, layer_idx)

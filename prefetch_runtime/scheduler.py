@@ -99,6 +99,8 @@ class Scheduler:
         self._layers: dict[int, LayerCache] = {}
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], Any] = {}
         self._now = 1
+        self._missed_in = 0
+        self._steps_with_misses = 0
         self.host_calls = 0
         self.recorder: TraceRecorder | None = None
         """Takes what the routers choose, while one is set."""
@@ -211,6 +213,7 @@ class Scheduler:
         if self._prefetcher is not None:
             self._prefetcher.join(layer.layer_idx, plan)
         if plan.loads.size:
+            self._count_miss()
             copies = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
             # RAW: what follows on the compute stream sees whole experts, the mapping included.
             self._copier.wait(copies)
@@ -327,6 +330,8 @@ class Scheduler:
         demanded = host_ids.ravel()
         hits, absent = layer.table.touch(demanded, self._now)
         self._count_step(layer)
+        if absent.size:
+            self._count_miss()
         tokens_of = np.bincount(demanded[demanded >= 0], minlength=layer.store.num_experts)
         absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
         admitted, slots = layer.table.place_free(absent, self._now)
@@ -388,6 +393,7 @@ class Scheduler:
             staging_bytes=sum(half.nbytes for half in staging.values()),
             host_bytes=self._host_store.total_bytes,
             pinned_bytes=self._host_store.pinned_bytes,
+            steps_with_misses=self._steps_with_misses,
             host_calls=self.host_calls,
             layers=of_layers,
         )
@@ -405,6 +411,7 @@ class Scheduler:
             layer.last_step = -1
             self._publish(layer)
         self._now = 1
+        self._missed_in = self._steps_with_misses = 0
         self.host_calls = 0
 
     def close(self) -> None:
@@ -517,6 +524,11 @@ class Scheduler:
         if layer.last_step != self._now:
             layer.last_step = self._now
             layer.steps += 1
+
+    def _count_miss(self) -> None:
+        if self._missed_in != self._now:
+            self._missed_in = self._now
+            self._steps_with_misses += 1
 
 
 def _most_tokens(num_experts: int, num_slots: int, top_k: int) -> int:

