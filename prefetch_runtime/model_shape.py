@@ -40,13 +40,21 @@ def read_config(model: str) -> dict[str, Any] | None:
     """
     try:
         path = _config_path(model)
-        text = None if path is None else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"the config.json of {model!r} is not text: {error}") from None
     except (OSError, RuntimeError) as error:  # no such user, no permission, a name too long
         raise ModelError(f"{model!r} cannot be read: {error}") from None
-    if text is None:
-        return None
+    return None if path is None else read_config_file(path, f"{model!r}")
+
+
+def read_config_file(path: Path, whose: str) -> dict[str, Any]:
+    """The object in a `config.json`; `whose` names the model in errors. Raises ModelError."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ModelError(_too_large(str(path)))
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"the config.json of {whose} is not text: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{whose} cannot be read: {error}") from None
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -54,6 +62,43 @@ def read_config(model: str) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         raise ModelError(f"{path} must hold an object, it holds a {type(config).__name__}")
     return config
+
+
+def load_config(model: str) -> dict[str, Any]:
+    """The `config.json` of a model folder, or of a model on the hub (nothing else is fetched).
+
+    Raises:
+        ModelError: as `read_config`; or the hub has no such model, or cannot be reached.
+    """
+    config = read_config(model)
+    return config if config is not None else read_config_file(_fetch(model), f"{model!r}")
+
+
+def _fetch(model: str) -> Path:
+    """Where the `config.json` of a model on the hub is, fetched unless it is in the hub's cache."""
+    try:
+        import huggingface_hub as hub
+    except ImportError:
+        raise ModelError(
+            f"{model!r} is no folder here, and without the package huggingface_hub it cannot be "
+            "looked up on the hub; install it, or give a folder with the model's config.json"
+        ) from None
+    try:
+        cached = hub.try_to_load_from_cache(model, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        size = hub.get_hf_file_metadata(hub.hf_hub_url(model, "config.json")).size
+        if size is not None and size > MAX_CONFIG_BYTES:
+            raise ModelError(_too_large(f"the config.json of {model!r}"))
+        return Path(hub.hf_hub_download(model, "config.json"))
+    except ModelError:
+        raise
+    except Exception as error:  # the hub's client raises what its HTTP library raises
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"the config.json of {model!r} cannot be had from the hub ({reason}); give a folder "
+            "that holds it"
+        ) from error
 
 
 def _config_path(model: str) -> Path | None:
@@ -67,25 +112,29 @@ def _config_path(model: str) -> Path | None:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{model!r} holds no config.json, so it is no model folder")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(
-            f"{path} is larger than {MAX_CONFIG_BYTES >> 20} MiB: not a model's config"
-        )
     return path
+
+
+def _too_large(what: str) -> str:
+    return f"{what} is larger than {MAX_CONFIG_BYTES >> 20} MiB: not a model's config"
 
 
 def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
     """The experts that a config declares, or None when it declares none (a dense model)."""
-    text = config.get("text_config")
-    sources = [config, text] if isinstance(text, dict) else [config]
-    for source in sources:
-        experts = _first_int(source, *NUM_EXPERTS)
+    for source in sources(config):
+        experts = first_int(source, *NUM_EXPERTS)
         if experts and experts > 1:
-            return ExpertShape(num_experts=experts, top_k=_first_int(source, *TOP_K))
+            return ExpertShape(num_experts=experts, top_k=first_int(source, *TOP_K))
     return None
 
 
-def _first_int(config: dict[str, Any], *names: str) -> int | None:
+def sources(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where a config may speak of the language model: at the top, or in a part of its own."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
+
+
+def first_int(config: dict[str, Any], *names: str) -> int | None:
     """The first positive number under one of the names; of a number per layer, the largest."""
     for name in names:
         value = config.get(name)

@@ -1,0 +1,202 @@
+"""`prefetch-runtime plan` and `prefetch-runtime doctor`: their options, JSON and exit status."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.console import Console
+
+from prefetch_runtime import doctor as machine_doctor
+from prefetch_runtime import plan_report
+from prefetch_runtime.config import ConfigError
+from prefetch_runtime.hit_rates import (
+    HitRates,
+    TraceHitRates,
+    create_hit_rates,
+    matching_curve,
+)
+from prefetch_runtime.model_shape import load_config
+from prefetch_runtime.model_sizes import ModelSizes, model_sizes
+from prefetch_runtime.plan import CARDS, Gpu, Planner, Workload, rounded, typical_gpu
+from prefetch_runtime.trace import TraceError, load_trace
+
+err = Console(stderr=True, highlight=False)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Size of the GPU; else this machine's, else a table."),
+    ] = None,
+    link_gbs: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="Host to GPU, as `prefetch-runtime doctor` measures."),
+    ] = None,
+    memory_gbs: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="The GPU's memory, as read by a decode step."),
+    ] = None,
+    resident_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="A measured decode step with every expert resident."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens of a sequence; else what the model takes, <= 8192."),
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded together.")] = 1,
+    curve: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Hit rates: a published curve, or uniform."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Hit rates: simulated with a recorded routing."),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(metavar="TOKENS/S", help="Find the fewest slots that reach this speed."),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option("--prefetch-mode", metavar="MODE", help="auto, full or eager.")
+    ] = "auto",
+    utilization: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-utilization", metavar="SHARE", help="Of the GPU, what vLLM may use."
+        ),
+    ] = 0.92,
+    staging_slots: Annotated[
+        int, typer.Option(metavar="N", help="Experts in the ring for prompts.")
+    ] = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how many experts fit on a GPU, and about how fast that would be.
+
+    Reads the model's config.json only. Status 1: nothing fits, or not the target.
+    """
+    sizes = model_sizes(load_config(model))
+    workload = Workload(
+        context=context if context is not None else min(sizes.max_context or 8192, 8192),
+        batch=batch,
+        mode=_mode(mode),
+        utilization=utilization,
+        staging_slots=staging_slots,
+        resident_ms=resident_ms,
+    )
+    rates = _hit_rates(sizes, batch, curve=curve, trace=trace)
+    with err.status("planning"):
+        gpus = _gpus(gpu_gib, memory_gbs=memory_gbs, link_gbs=link_gbs)
+        planners = [Planner(sizes, gpu, workload, rates) for gpu in gpus]
+        is_one = len(planners) == 1
+        plans = [planner.plan(target=target, ladder=is_one or as_json) for planner in planners]
+    if as_json:
+        _print_json(
+            {
+                "model": {"name": model, **asdict(sizes)},
+                "experts_bytes": sizes.experts_bytes,
+                "pinned_bytes": sizes.pinned_bytes,
+                "host_available_bytes": plan_report.tightest_host_limit().available_bytes,
+                "workload": asdict(workload),
+                "assumptions": plan_report.assumptions(planners),
+                "plans": [{**asdict(p), "target_fits": p.target_fits} for p in plans],
+            }
+        )
+    elif is_one:
+        plan_report.print_plan(model, planners[0], plans[0], target)
+    else:
+        plan_report.print_sizes(model, planners, plans, target)
+    served = any(p.best for p in plans)
+    reached = target is None or any(p.target_fits for p in plans)
+    if not (served and reached):
+        raise typer.Exit(1)
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Check this machine: versions, GPU, link, page-locking, modes.
+
+    Status 1: something keeps the runtime from serving here.
+    """
+    with err.status("looking at this machine"):
+        machine = machine_doctor.examine()
+    report = machine_doctor.diagnose(machine)
+    if as_json:
+        _print_json({**asdict(machine), **asdict(report)})
+    else:
+        plan_report.print_machine(machine, report)
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def _mode(asked: str) -> Literal["full", "eager"]:
+    mode = machine_doctor.AUTO_MODE if asked == "auto" else asked
+    if mode == "full":
+        return "full"
+    if mode == "eager":
+        return "eager"
+    if mode == "segmented":
+        raise ConfigError("--prefetch-mode segmented is not in this version; use full or eager")
+    raise ConfigError(f"--prefetch-mode must be one of auto, full, eager, got {asked!r}")
+
+
+def _hit_rates(sizes: ModelSizes, batch: int, *, curve: str | None, trace: Path | None) -> HitRates:
+    if trace is None:
+        name = curve or matching_curve(sizes.model_type, sizes.num_experts, sizes.top_k)
+        return create_hit_rates(name, num_experts=sizes.num_experts, top_k=sizes.top_k, batch=batch)
+    if curve is not None:
+        raise ConfigError("--curve and --trace both give the hit rates; leave one out")
+    try:
+        recorded = load_trace(trace, num_experts=sizes.num_experts)
+        recorded.require_model(
+            num_layers=sizes.num_moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k
+        )
+        return TraceHitRates(recorded, batch=batch)
+    except (TraceError, OSError) as error:
+        raise ConfigError(f"--trace: {error}") from None
+
+
+def _gpus(gib: float | None, *, memory_gbs: float | None, link_gbs: float | None) -> list[Gpu]:
+    """The GPU of a given size, or this machine's, measured, or one of each common size."""
+    if gib is not None or not torch.cuda.is_available():
+        return [
+            typical_gpu(size, memory_gbs=memory_gbs, link_gbs=link_gbs)
+            for size in ([gib] if gib is not None else [card.gib for card in CARDS])
+        ]
+    facts = machine_doctor.gpu_facts()
+    if facts.link_gbs is None or facts.memory_gbs is None:
+        raise ConfigError(
+            f"this machine's GPU cannot be measured: {facts.failure}; give --gpu-gib to plan "
+            "without it"
+        )
+    return [
+        Gpu(
+            name=facts.name,
+            gib=facts.total_bytes / 2**30,
+            memory_gbs=facts.memory_gbs if memory_gbs is None else memory_gbs,
+            link_gbs=facts.link_gbs if link_gbs is None else link_gbs,
+            memory_origin="measured, a copy within it" if memory_gbs is None else "given",
+            link_origin="measured, page-locked" if link_gbs is None else "given",
+        )
+    ]
+
+
+def _print_json(data: Mapping[str, Any]) -> None:
+    """Print JSON with no more digits than an estimate deserves."""
+    typer.echo(json.dumps(_rounded(data), indent=2, allow_nan=False))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return rounded(value, 3)
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

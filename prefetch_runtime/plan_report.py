@@ -1,0 +1,289 @@
+"""Prints plans and the state of a machine, for people, on 80 columns."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prefetch_runtime.doctor import Machine, Report
+from prefetch_runtime.model_sizes import ModelSizes
+from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
+from prefetch_runtime.plan import Estimate, Plan, Planner, rounded
+
+SERVED_FORMATS = ("bfloat16", "float16")
+"""Formats of experts that this version's worker serves; it refuses the others at start."""
+
+CAVEAT = (
+    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200, where they were up to 35 % "
+    "off."
+)
+
+out = Console(highlight=False)
+
+
+def tightest_host_limit() -> MemoryLimit:
+    """What bounds this machine's free memory."""
+    return min(memory_limits(), key=lambda limit: limit.available_bytes)
+
+
+def assumptions(planners: Sequence[Planner]) -> dict[str, str]:
+    """What the numbers rest on, and whether it was measured, given, published or assumed."""
+    planner = planners[0]
+    sizes, workload, gpu = planner.sizes, planner.workload, planner.gpu
+    found = {"hit rates": planner.rates.origin}
+    if workload.batch > 1:
+        found["batch"] = "assumed: independent sequences that share the slots"
+    if len(planners) == 1:
+        found["link"] = f"{rounded(gpu.link_gbs, 3):g} GB/s, {gpu.link_origin}"
+        found["GPU memory"] = f"{rounded(gpu.memory_gbs):g} GB/s, {gpu.memory_origin}"
+    else:
+        found["link"] = gpu.link_origin.replace(gpu.name, "as named")
+        found["GPU memory"] = gpu.memory_origin.replace(gpu.name, "as named")
+    if workload.resident_ms is None:
+        found["step"] = (
+            "assumed: weights and KV cache are read once; a time per layer, fitted on one H200, "
+            "comes on top"
+        )
+    else:
+        found["step"] = f"{workload.resident_ms:g} ms without misses, given"
+        del found["GPU memory"]
+    found["activations"] = "assumed: a tenth of what vLLM may use, graphs included"
+    if sizes.notes:
+        found["config.json"] = "; ".join(sizes.notes)
+    if sizes.expert_format not in SERVED_FORMATS:
+        found["format"] = f"{sizes.expert_format} experts are refused by this version's worker"
+    if sizes.expert_bytes < 1 << 20:
+        found["copies"] = "experts below 1 MiB do not fill the link: copies take longer than shown"
+    return found
+
+
+def print_plan(model: str, planner: Planner, plan: Plan, target: float | None) -> None:
+    """One GPU in full."""
+    sizes, gpu = planner.sizes, plan.gpu
+    _print_model(model, sizes)
+    out.print(f"\n{gpu.gib:.4g} GiB of GPU memory ({gpu.name})", markup=False, style="bold")
+    _print_pairs(_memory_lines(planner, plan))
+    if plan.estimates:
+        _print_estimates(plan.estimates, sizes)
+    if plan.uniform is not None and not plan.all_fit:
+        out.print(
+            f"With {plan.uniform.slots_per_layer} slots and uniform routing, which no eviction "
+            f"can help: {_speed(plan.uniform.tokens_per_s)} tokens/s."
+        )
+    _print_other_mode(planner, plan)
+    if target is not None:
+        out.print(_target_line(plan, target))
+    _print_assumptions([planner])
+    if plan.best is not None:
+        out.print("\nstart it with", style="bold")
+        out.print(f"  {_command(model, planner, plan)}", markup=False, soft_wrap=True)
+
+
+def print_sizes(
+    model: str, planners: Sequence[Planner], plans: Sequence[Plan], target: float | None
+) -> None:
+    """A row for each size of GPU."""
+    sizes, workload = planners[0].sizes, planners[0].workload
+    _print_model(model, sizes)
+    out.print(f"\n{workload.batch} x {workload.context} tokens, by size of GPU", style="bold")
+    names = ["GiB", "such as", "GB/s", "slots", "hit rate", "tokens/s", "at best"]
+    table = _columns(*names, *([f"for {target:g}/s"] if target is not None else []))
+    for plan in plans:
+        gpu, best = plan.gpu, plan.best
+        row = [f"{gpu.gib:g}", gpu.name, f"{rounded(gpu.link_gbs, 3):g}"]
+        if best is None:
+            row += ["too small", "", "", ""]
+        else:
+            row += [
+                "all" if plan.all_fit else f"{best.slots_per_layer}/{sizes.num_experts}",
+                f"{best.hit_rate:.0%}",
+                _speed(best.tokens_per_s),
+                _speed(best.tokens_per_s_at_best),
+            ]
+        if target is not None:
+            row.append("never" if plan.target is None else str(plan.target.slots_per_layer))
+        table.add_row(*row)
+    out.print(table)
+    out.print(
+        "GB/s: of the link. tokens/s: every miss waited for; at best: every copy beside compute. "
+        "all: vLLM alone serves them. --gpu-gib shows one size in full."
+    )
+    if workload.mode == "eager":
+        out.print(
+            "This is mode eager, bound by the host; see also --prefetch-mode full, one CUDA graph "
+            "per step."
+        )
+    _print_assumptions(planners)
+
+
+def print_machine(machine: Machine, report: Report) -> None:
+    """What was found, what would run, what is wrong."""
+    _print_pairs(_facts(machine))
+    out.print("modes", style="bold")
+    _print_pairs((f"  {name}", what) for name, what in report.modes.items())
+    for note in report.notes:
+        out.print(f"note: {note}", markup=False)
+    for problem in report.problems:
+        out.print(f"problem: {problem}", markup=False, style="bold")
+    if not report.problems:
+        out.print("no problems found")
+
+
+def _print_model(model: str, sizes: ModelSizes) -> None:
+    limit = tightest_host_limit()
+    enough = "" if limit.available_bytes >= sizes.pinned_bytes else ", which is too little"
+    out.print(model, style="bold", markup=False, soft_wrap=True)
+    _print_pairs(
+        [
+            (
+                "  experts",
+                f"{sizes.num_moe_layers} of {sizes.num_layers} layers x {sizes.num_experts}, "
+                f"{sizes.top_k} per token; each {sizes.expert_bytes / 2**20:.2f} MiB "
+                f"({sizes.expert_format}), all {gib(sizes.experts_bytes)}",
+            ),
+            ("  other weights", gib(sizes.dense_bytes)),
+            (
+                "  host memory",
+                f"{gib(sizes.pinned_bytes)}, page-locked; this machine has "
+                f"{gib(limit.available_bytes)} free ({limit.name}){enough}",
+            ),
+        ]
+    )
+
+
+def _memory_lines(planner: Planner, plan: Plan) -> Iterator[tuple[str, str]]:
+    memory, workload, sizes = plan.memory, planner.workload, planner.sizes
+    tokens = f"{workload.batch} x {workload.context} tokens"
+    yield f"  vLLM may use {workload.utilization:.0%}", f"{_gib(memory.usable):>8} GiB"
+    yield "  weights beside the experts", f"{_gib(memory.dense):>8}"
+    yield f"  KV cache, {tokens}", f"{_gib(memory.kv_cache):>8}"
+    yield "  activations and graphs", f"{_gib(memory.activations):>8}"
+    yield "  staging ring for prompts", f"{_gib(memory.staging):>8}"
+    if plan.all_fit:
+        meaning = "all experts fit: no cache needed"
+    elif plan.best is not None:
+        meaning = f"{memory.slots_per_layer} of {sizes.num_experts} experts per layer"
+    elif memory.left_for_slots < 0:
+        meaning = "too little for the rest of the model"
+    else:
+        meaning = f"too little: {sizes.top_k} slots take {_gib(sizes.slot_bytes(sizes.top_k))}"
+    yield "  left for experts", f"{_gib(memory.left_for_slots):>8} = {meaning}"
+
+
+def _print_estimates(estimates: Iterable[Estimate], sizes: ModelSizes) -> None:
+    names = ("slots", "GiB", "hit rate", "mode", "step ms", "copy ms", "tokens/s", "at best")
+    table = _columns(*names)
+    for estimate in estimates:
+        table.add_row(
+            f"{estimate.slots_per_layer}/{sizes.num_experts}",
+            _gib(estimate.slot_bytes),
+            f"{estimate.hit_rate:.0%}",
+            estimate.mode,
+            f"{rounded(estimate.resident_ms):g}",
+            f"{rounded(estimate.copy_ms):g}",
+            _speed(estimate.tokens_per_s),
+            _speed(estimate.tokens_per_s_at_best),
+        )
+    out.print(table)
+    out.print(
+        "step: without misses. tokens/s: every miss waited for; at best: every copy beside compute."
+    )
+
+
+def _print_other_mode(planner: Planner, plan: Plan) -> None:
+    """What one graph per step would give where it is not what was planned."""
+    if plan.best is None or plan.all_fit or planner.workload.mode == "full":
+        return
+    workload = replace(planner.workload, mode="full")
+    slots = plan.best.slots_per_layer
+    other = Planner(planner.sizes, planner.gpu, workload, planner.rates).estimate(slots)
+    if other.mode == "full":
+        out.print(
+            f"As one CUDA graph per step (--prefetch-mode full): {_speed(other.tokens_per_s)} "
+            f"tokens/s with {slots} slots."
+        )
+
+
+def _target_line(plan: Plan, target: float) -> str:
+    if plan.target is None:
+        most = _speed(plan.all_resident.tokens_per_s)
+        return f"{target:g} tokens/s is out of reach: {most} with every expert resident."
+    verdict = "they fit" if plan.target_fits else f"{plan.memory.slots_per_layer} fit"
+    return (
+        f"{target:g} tokens/s take {plan.target.slots_per_layer} slots per layer "
+        f"({_gib(plan.target.slot_bytes)} GiB): {verdict}."
+    )
+
+
+def _print_assumptions(planners: Sequence[Planner]) -> None:
+    out.print("\nassumptions", style="bold")
+    _print_pairs((f"  {name}", what) for name, what in assumptions(planners).items())
+    out.print(CAVEAT)
+
+
+def _command(model: str, planner: Planner, plan: Plan) -> str:
+    workload = planner.workload
+    rest = f"--max-model-len {workload.context} --max-num-seqs {workload.batch}"
+    if plan.all_fit:
+        return f"vllm serve {shlex.quote(model)} {rest}"
+    mode = " --prefetch-mode full" if workload.mode == "full" else ""
+    size = f"--moe-expert-cache-size {plan.memory.slots_per_layer}"
+    return f"prefetch-runtime serve {shlex.quote(model)} {size}{mode} {rest}"
+
+
+def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "Python", machine.python
+    for name, found in machine.versions.items():
+        yield name, found or "not installed"
+    yield "CUDA of torch", machine.torch_cuda or "none, a CPU build"
+    yield "NVIDIA driver", machine.driver or "none found by nvidia-smi"
+    gpu = machine.gpu
+    if gpu is None:
+        yield "GPU", "none that torch can use"
+    else:
+        yield (
+            "GPU",
+            f"{gpu.name}, compute capability {gpu.compute_capability}, "
+            f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free",
+        )
+        if gpu.link_gbs is not None:
+            yield "link, host to GPU", f"{gpu.link_gbs:.1f} GB/s, measured, page-locked"
+        if gpu.memory_gbs is not None:
+            yield "GPU memory", f"{gpu.memory_gbs:.0f} GB/s, measured, a copy within it"
+    for limit in machine.limits:
+        yield "host memory", f"{gib(limit.available_bytes)} left by {limit.name}"
+    yield (
+        "page-locking",
+        "no limit for this process"
+        if machine.lock_limit is None
+        else f"RLIMIT_MEMLOCK {gib(machine.lock_limit)}",
+    )
+
+
+def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Names beside what is said of them, wrapped."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, what in pairs:
+        table.add_row(Text(name), Text(what))
+    out.print(table)
+
+
+def _columns(*names: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f}"
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f"{rounded(tokens_per_s):,.{0 if tokens_per_s >= 10 else 1}f}"

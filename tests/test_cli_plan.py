@@ -1,0 +1,470 @@
+"""`plan` and `doctor` as commands: what they print, on 80 columns, their JSON and exit status."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from prefetch_runtime import cli, cli_plan, doctor, model_shape, plan_report
+from prefetch_runtime.doctor import GpuFacts, Machine
+from prefetch_runtime.model_shape import MAX_CONFIG_BYTES, ModelError, load_config
+from prefetch_runtime.pinned import MemoryLimit
+from tests.helpers.model_configs import GPT_OSS_20B, QWEN3_30B
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "models" / "tiny-moe")
+TRACE = str(ROOT / "models" / "tiny-moe-trace.npz")
+
+
+class Ran(NamedTuple):
+    """What a command did."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs `prefetch-runtime` as the console script does, on 80 columns and without a GPU."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def go(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["prefetch-runtime", *arguments])
+        status: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return Ran(int(status or 0), captured.out, captured.err)
+
+    return go
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> str:
+    return _folder(tmp_path, QWEN3_30B.config)
+
+
+def _folder(path: Path, config: dict[str, Any]) -> str:
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def _narrow(text: str, *, but: str = "  prefetch-runtime serve") -> None:
+    """On 80 columns, except for what is to be copied whole: names and commands."""
+    for line in text.splitlines():
+        assert len(line) <= 80 or line.startswith((but, "/", "  vllm serve")), line
+    assert "…" not in text
+
+
+class TestPlan:
+    def test_without_a_gpu_each_common_size_is_a_row(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, "--target", "20", "--prefetch-mode", "full")
+        assert (ran.status, ran.err) == (0, "")
+        _narrow(ran.out)
+        rows = {
+            words[0]: words
+            for words in map(str.split, ran.out.splitlines())
+            if words[1:2] == ["RTX"]
+        }
+        assert list(rows) == ["8", "12", "16", "24", "32"]
+        assert rows["8"][4:] == ["too", "small", "71"]
+        assert rows["24"][4:] == ["38/128", "83%", "28", "40", "24"]
+        assert "H200" in ran.out
+        assert "all 54.00 GiB" in ran.out
+
+    def test_one_size_is_shown_in_full(self, run: Callable[..., Ran], qwen: str) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "24", "--target", "20", "--prefetch-mode", "full")
+        assert (ran.status, ran.err) == (0, "")
+        _narrow(ran.out)
+        for part in (
+            "54.00 GiB, page-locked",
+            "16.11 = 38 of 128 experts per layer",
+            "38/128   16.03        83%   full",
+            "20 tokens/s take 24 slots per layer (10.12 GiB): they fit.",
+            "published, qwen3-30b-a3b",
+            "25 GB/s, assumed",
+            "uniform routing, which no eviction can help",
+            "--moe-expert-cache-size 38 --prefetch-mode full --max-model-len 8192",
+        ):
+            assert part in ran.out
+
+    def test_the_command_that_it_ends_with_is_one_that_serve_takes(
+        self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        command = run("plan", qwen, "--gpu-gib", "24").out.splitlines()[-1].split()
+        executed: list[str] = []
+        monkeypatch.setattr("os.execv", lambda _, arguments: executed.extend(arguments))
+        assert command[0] == "prefetch-runtime"
+        assert run(*command[1:]).status == 0
+        assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 38}}'
+
+    def test_the_default_mode_is_that_of_serve_and_the_other_is_named(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "24")
+        assert f"{doctor.AUTO_MODE}        58        25         12" in ran.out
+        assert "(--prefetch-mode full): 28 tokens/s with 38 slots." in ran.out
+
+    def test_a_gpu_that_holds_all_is_told_to_do_without(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "80")
+        assert "all experts fit: no cache needed" in ran.out
+        assert ran.out.splitlines()[-1].startswith("  vllm serve")
+
+    @pytest.mark.parametrize(
+        ("gib", "said"),
+        [("8", "too little: 8 slots take 3.38"), ("2", "too little for the rest of the model")],
+    )
+    def test_a_gpu_that_holds_too_little_ends_with_status_1(
+        self, gib: str, said: str, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, "--gpu-gib", gib)
+        assert ran.status == 1
+        assert said in ran.out
+        assert "start it with" not in ran.out
+
+    @pytest.mark.parametrize(
+        ("target", "said"),
+        [
+            ("50", "50 tokens/s take 69 slots per layer (29.11 GiB): 38 fit."),
+            ("9000", "9000 tokens/s is out of reach: 94 with every expert resident."),
+        ],
+    )
+    def test_a_target_that_is_missed_ends_with_status_1(
+        self, target: str, said: str, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "24", "--target", target, "--prefetch-mode", "full")
+        assert ran.status == 1
+        assert said in ran.out
+
+    def test_json_is_alone_and_holds_the_numbers(self, run: Callable[..., Ran], qwen: str) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "24", "--target", "20", "--json")
+        assert ran.err == ""
+        told = json.loads(ran.out)
+        assert told["experts_bytes"] == told["pinned_bytes"] == 54 * 2**30
+        assert told["model"]["expert_bytes"] == 9_437_184
+        assert told["assumptions"]["link"].startswith("25 GB/s, assumed")
+        (plan,) = told["plans"]
+        assert plan["memory"]["slots_per_layer"] == 38
+        assert [e["slots_per_layer"] for e in plan["estimates"]] == [8, 16, 32, 38]
+        assert plan["target_fits"] is False
+        assert ran.status == 1
+
+    def test_json_of_all_sizes(self, run: Callable[..., Ran], qwen: str) -> None:
+        told = json.loads(run("plan", qwen, "--json").out)
+        assert [plan["gpu"]["gib"] for plan in told["plans"]] == [8, 12, 16, 24, 32, 48, 80, 141]
+
+    def test_what_is_given_is_used_and_called_given(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        options = ["--link-gbs", "11", "--memory-gbs", "700", "--context", "100", "--batch", "2"]
+        ran = run("plan", qwen, "--gpu-gib", "24", *options)
+        for part in ("11 GB/s, given", "700 GB/s, given", "2 x 100 tokens", "share the slots"):
+            assert part in ran.out
+        ran = run("plan", qwen, "--gpu-gib", "24", "--resident-ms", "7.5")
+        assert "7.5 ms without misses, given" in ran.out
+        assert "data sheet" not in ran.out
+
+    def test_a_trace_gives_the_hit_rates(self, run: Callable[..., Ran]) -> None:
+        ran = run("plan", TINY, "--gpu-gib", "8", "--trace", TRACE, "--batch", "8")
+        assert ran.status == 0
+        _narrow(ran.out)
+        assert "simulated: LRU on the trace" in ran.out
+        assert "below 1 MiB do not fill the link" in ran.out
+
+    def test_the_model_in_this_repository_fits_everywhere(self, run: Callable[..., Ran]) -> None:
+        ran = run("plan", TINY)
+        assert ran.status == 0
+        _narrow(ran.out)
+        assert ran.out.count(" all ") >= 8
+        assert "uniform routing" in ran.out
+
+    def test_experts_that_the_worker_refuses_are_said_to_be(
+        self, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        config = {**GPT_OSS_20B.config, "quantization_config": {"quant_method": "mxfp4"}}
+        ran = run("plan", _folder(tmp_path, config), "--gpu-gib", "8")
+        _narrow(ran.out)
+        assert "mxfp4 experts are refused by this version's worker" in ran.out
+        assert "bfloat16 is taken" in " ".join(ran.out.split())
+
+    def test_the_present_gpu_is_measured(
+        self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        facts = GpuFacts(
+            name="NVIDIA [test]",
+            total_bytes=24 * 2**30,
+            free_bytes=2**30,
+            compute_capability="8.9",
+            link_gbs=23.4,
+            memory_gbs=870.0,
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor, "gpu_facts", lambda: facts)
+        ran = run("plan", qwen)
+        assert ran.status == 0
+        assert "24 GiB of GPU memory (NVIDIA [test])" in ran.out
+        assert "23.4 GB/s, measured" in ran.out
+        broken = replace(facts, link_gbs=None, memory_gbs=None, failure="out of memory")
+        monkeypatch.setattr(doctor, "gpu_facts", lambda: broken)
+        ran = run("plan", qwen)
+        assert ran.status == 2
+        assert "cannot be measured: out of memory; give --gpu-gib" in ran.err
+        assert run("plan", qwen, "--gpu-gib", "24").status == 0
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--gpu-gib", "-8"], "a GPU's size must be positive and finite, got -8"),
+            (["--gpu-gib", "0"], "a GPU's size"),
+            (["--gpu-gib", "nan"], "a GPU's size"),
+            (["--link-gbs", "0"], "a link bandwidth"),
+            (["--link-gbs", "inf"], "a link bandwidth"),
+            (["--memory-gbs", "-1"], "a memory bandwidth"),
+            (["--resident-ms", "-1"], "a step's time"),
+            (["--batch", "0"], "batch must be at least 1"),
+            (["--context", "-5"], "context must be at least 1"),
+            (["--target", "0"], "a target must be positive"),
+            (["--gpu-memory-utilization", "1.2"], "above 0 and at most 1"),
+            (["--staging-slots", "0"], "staging slots must be 2 to 1024"),
+            (["--curve", "uniforn"], "did you mean 'uniform'?"),
+            (["--curve", "uniform", "--trace", TRACE], "leave one out"),
+            (["--trace", TRACE], "--trace: the trace belongs to another model"),
+            (["--trace", "/no/such.npz"], "--trace: "),
+            (["--trace", TINY], "--trace: "),
+            (["--prefetch-mode", "segmented"], "segmented is not in this version"),
+            (["--prefetch-mode", "fast"], "one of auto, full, eager, got 'fast'"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_an_option_that_cannot_be_ends_in_one_line(
+        self, options: list[str], said: str, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, *options)
+        assert ran.status == 2
+        assert ran.out == ""
+        assert ran.err.startswith("error: ")
+        assert ran.err.count("\n") == 1
+        assert said in ran.err
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ("{", "is not valid JSON"),
+            ("[]", "must hold an object"),
+            ('{"model_type": "llama"}', "a dense model"),
+            ('{"num_experts": 8, "num_experts_per_tok": 2}', "no positive whole number hidden_s"),
+        ],
+    )
+    def test_a_config_that_is_none_ends_in_one_line(
+        self, config: str, said: str, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text(config)
+        ran = run("plan", str(tmp_path))
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.count("\n") == 1
+        assert said in ran.err
+
+    def test_text_of_a_config_is_printed_as_it_is(
+        self, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "[red]model"
+        folder.mkdir()
+        ran = run("plan", _folder(folder, {**QWEN3_30B.config, "model_type": "[bold]x\x1b[31m"}))
+        assert "[red]model" in ran.out
+        assert "\x1b" not in ran.out
+        assert "model type unnamed" in " ".join(ran.out.split())
+
+
+class TestHub:
+    NAME = "Qwen/Qwen3-30B-A3B"
+
+    def test_the_hubs_cache_is_read_first(self, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+        monkeypatch.setattr(hub, "try_to_load_from_cache", lambda _, name: f"{qwen}/{name}")
+        assert load_config(self.NAME) == QWEN3_30B.config
+
+    def test_a_config_is_fetched_alone_and_only_if_it_is_small(
+        self, qwen: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+        fetched: list[tuple[str, str]] = []
+
+        class Metadata(NamedTuple):
+            size: int
+
+        def download(repo: str, name: str) -> str:
+            fetched.append((repo, name))
+            return f"{qwen}/config.json"
+
+        size = MAX_CONFIG_BYTES
+        monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr(hub, "get_hf_file_metadata", lambda _: Metadata(size))
+        monkeypatch.setattr(hub, "hf_hub_download", download)
+        assert load_config(self.NAME) == QWEN3_30B.config
+        assert fetched == [(self.NAME, "config.json")]
+        size += 1
+        with pytest.raises(ModelError, match="larger than 4 MiB"):
+            load_config(self.NAME)
+        assert len(fetched) == 1
+
+    def test_a_hub_out_of_reach_ends_in_one_line(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+
+        def fail(_: str) -> None:
+            raise ConnectionError("no route to host\nmany details")
+
+        monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
+        ran = run("plan", self.NAME)
+        assert (ran.status, ran.out) == (2, "")
+        assert "cannot be had from the hub (no route to host); give a folder" in ran.err
+        assert ran.err.count("\n") == 1
+
+    def test_without_the_hubs_package_a_folder_is_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+        with pytest.raises(ModelError, match="without the package huggingface_hub"):
+            load_config(self.NAME)
+
+    def test_serve_still_leaves_names_to_vllm(self) -> None:
+        assert model_shape.read_config(self.NAME) is None
+
+
+class TestDoctor:
+    def _on(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda: machine)
+
+    def _machine(self, **versions: str | None) -> Machine:
+        gpu = GpuFacts(
+            name="NVIDIA H200",
+            total_bytes=140 * 2**30,
+            free_bytes=139 * 2**30,
+            compute_capability="9.0",
+            link_gbs=54.31,
+            memory_gbs=4100.0,
+        )
+        return Machine(
+            versions={"vllm": "0.33.0", "triton": "3.9.0", "cuda-python": "13.0", **versions},
+            python="3.11.7",
+            torch_cuda="13.0",
+            driver="580.65.06",
+            gpu=gpu,
+            limits=[MemoryLimit("cgroup memory.max of " + "/a" * 60, 2**30, "raise it")],
+            lock_limit=8 << 20,
+        )
+
+    def test_a_gpu_is_described_on_80_columns(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self._on(self._machine(), monkeypatch)
+        ran = run("doctor")
+        assert ran.status == 0
+        _narrow(ran.out)
+        for part in (
+            "NVIDIA H200, compute capability 9.0, 139.00 GiB",
+            "54.3 GB/s, measured",
+            "580.65.06",
+            "RLIMIT_MEMLOCK 8.00 MiB",
+            "note: RLIMIT_MEMLOCK",
+            "segmented  is not in this version",
+            "no problems found",
+        ):
+            assert part in ran.out
+
+    def test_problems_end_with_status_1(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self._on(self._machine(vllm=None), monkeypatch)
+        ran = run("doctor")
+        assert ran.status == 1
+        assert "problem: vLLM is not installed; pip install 'prefetch-runtime[vllm]'" in ran.out
+        assert "no problems found" not in ran.out
+        ran = run("doctor", "--json")
+        assert ran.status == 1
+        told = json.loads(ran.out)
+        assert "vLLM is not installed" in told["problems"][0]
+        assert told["gpu"]["link_gbs"] == 54.3
+        assert ran.err == ""
+
+    def test_this_machine(self, run: Callable[..., Ran]) -> None:
+        ran = run("doctor")
+        assert ran.status in (0, 1)
+        _narrow(ran.out)
+        assert (ran.status == 0) == ("no problems found" in ran.out)
+
+
+class TestPage:
+    PAGE = (ROOT / "docs" / "choosing-slots.md").read_text()
+    COMMANDS = re.findall(r"^ {4,}(prefetch-runtime .*)$", PAGE, re.MULTILINE)
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_command_of_the_page_runs(
+        self,
+        command: str,
+        run: Callable[..., Ran],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        folder = tmp_path / "Qwen" / "Qwen3-30B-A3B"  # taken before the hub's model of that name
+        folder.mkdir(parents=True)
+        _folder(folder, QWEN3_30B.config)
+        (tmp_path / "models").symlink_to(ROOT / "models")
+        monkeypatch.chdir(tmp_path)
+        ran = run(*shlex.split(command)[1:])
+        assert ran.err == ""
+        assert ran.status == 0 or command == "prefetch-runtime doctor"
+        assert ran.out
+
+    def test_the_page_shows_plan_and_doctor(self) -> None:
+        assert {command.split()[1] for command in self.COMMANDS} == {"plan", "doctor"}
+
+    def test_every_option_that_the_page_names_is_there(self) -> None:
+        named = set(re.findall(r"`(--[a-z-]+)`", self.PAGE))
+        assert len(named) > 6
+        ran = CliRunner().invoke(cli.app, ["plan", "--help"], env={"COLUMNS": "80"})
+        assert [option for option in named if option not in ran.stdout] == []
+
+
+class TestHelp:
+    @pytest.mark.parametrize("command", ["plan", "doctor"])
+    def test_help_fits_80_columns(self, command: str) -> None:
+        ran = CliRunner().invoke(
+            cli.app, [command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+        )
+        assert ran.exit_code == 0
+        assert max(map(len, ran.stdout.splitlines())) <= 80
+        assert "…" not in ran.stdout
+
+    def test_a_typo_suggests_the_command(self) -> None:
+        ran = CliRunner().invoke(cli.app, ["plam"], env={"COLUMNS": "80"})
+        assert ran.exit_code == 2
+        assert "plan" in ran.output
+
+
+def test_the_reports_of_both_commands_share_no_digits_they_do_not_have() -> None:
+    assert [plan_report._speed(v) for v in (1234.5, 94.4, 9.87, 0.123)] == [
+        "1,200",
+        "94",
+        "9.9",
+        "0.1",
+    ]
+    assert cli_plan._rounded({"a": [1.23456, 7, "x"]}) == {"a": [1.23, 7, "x"]}

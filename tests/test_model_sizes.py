@@ -1,0 +1,272 @@
+"""Sizes from a config alone: public models to the parameter, formats to the byte, bad configs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefetch_runtime.host_store import RecordLayout
+from prefetch_runtime.model_shape import ModelError, load_config
+from prefetch_runtime.model_sizes import KNOWN_FAMILIES, model_sizes
+from tests.helpers.model_configs import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3,
+    GPT_OSS_20B,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_30B,
+    PublicModel,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = (DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_30B)
+
+
+def _with(quantization: Any, **changes: Any) -> dict[str, Any]:
+    return {**QWEN3_30B.config, "quantization_config": quantization, **changes}
+
+
+class TestPublicModels:
+    @pytest.mark.parametrize("model", PUBLIC, ids=lambda m: m.config["model_type"])
+    def test_the_parameters_add_up_to_what_is_published(self, model: PublicModel) -> None:
+        sizes = model_sizes(model.config)
+        billions = (sizes.experts_bytes + sizes.dense_bytes) / 2 / 1e9
+        assert billions == pytest.approx(model.billions, abs=0.0005)
+
+    def test_every_known_family_is_among_them(self) -> None:
+        assert {model.config["model_type"] for model in PUBLIC} == set(KNOWN_FAMILIES)
+
+    def test_qwen3_30b_has_54_gib_of_experts_of_9_mib(self) -> None:
+        sizes = model_sizes(QWEN3_30B.config)
+        assert (sizes.num_layers, sizes.num_moe_layers) == (48, 48)
+        assert (sizes.num_experts, sizes.top_k) == (128, 8)
+        assert sizes.expert_bytes == 9_437_184
+        assert sizes.experts_bytes == sizes.pinned_bytes == 54 * 2**30
+        assert sizes.slot_bytes(32) == 13.5 * 2**30  # as measured
+        assert sizes.kv_bytes(1) == 48 * 2 * 4 * 128 * 2
+        assert sizes.notes == ()
+
+    def test_the_input_embedding_is_not_read_unless_it_is_the_output_too(self) -> None:
+        embedding = 151936 * 2048 * 2
+        untied = model_sizes(QWEN3_30B.config)
+        assert untied.dense_bytes - untied.dense_read_bytes == embedding
+        tied = model_sizes({**QWEN3_30B.config, "tie_word_embeddings": True})
+        assert tied.dense_bytes == tied.dense_read_bytes == untied.dense_read_bytes
+
+    def test_dense_first_layers_have_no_experts(self) -> None:
+        assert model_sizes(DEEPSEEK_V3.config).num_moe_layers == 61 - 3
+
+    def test_latent_attention_caches_the_latent(self) -> None:
+        assert model_sizes(DEEPSEEK_V2_LITE.config).kv_bytes(1) == 27 * (512 + 64) * 2
+
+    def test_a_sliding_window_bounds_the_cache(self) -> None:
+        sizes = model_sizes(GPT_OSS_20B.config)
+        layer = 2 * 8 * 64 * 2
+        assert sizes.kv_bytes(100) == 24 * 100 * layer
+        assert sizes.kv_bytes(1000) == 12 * (1000 + 128) * layer
+
+    def test_the_model_in_this_repository(self) -> None:
+        sizes = model_sizes(load_config(str(ROOT / "models" / "tiny-moe")))
+        assert sizes.expert_bytes == 3 * 64 * 128 * 2
+        assert sizes.experts_bytes == 8 * 32 * sizes.expert_bytes
+        files = (ROOT / "models" / "tiny-moe").glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files)
+        assert sizes.experts_bytes + sizes.dense_bytes == pytest.approx(weights, rel=0.01)
+
+
+class TestLayers:
+    @pytest.mark.parametrize(
+        ("changes", "expected"),
+        [
+            ({"decoder_sparse_step": 2}, 24),
+            ({"mlp_only_layers": [0, 1, 47, 99]}, 45),
+            ({"first_k_dense_replace": 3, "moe_layer_freq": 2}, 22),
+            ({"moe_layer_freq": [0] + [1] * 47}, 47),
+        ],
+        ids=str,
+    )
+    def test_layers_without_experts_are_told_apart(
+        self, changes: dict[str, Any], expected: int
+    ) -> None:
+        sizes = model_sizes({**QWEN3_30B.config, **changes})
+        assert sizes.num_moe_layers == expected
+        # Each of the others has an MLP of 3 x 6144 x 2048 instead of the router.
+        dense, every = 48 - expected, model_sizes(QWEN3_30B.config)
+        added = dense * (3 * 6144 - 128) * 2048 * 2
+        assert sizes.dense_bytes - every.dense_bytes == added
+
+    def test_no_layer_with_experts_is_an_error(self) -> None:
+        with pytest.raises(ModelError, match="no layer has them"):
+            model_sizes({**QWEN3_30B.config, "first_k_dense_replace": 48})
+
+    def test_an_unknown_family_is_said_to_be_a_guess(self) -> None:
+        sizes = model_sizes({**QWEN3_30B.config, "model_type": "newest_moe"})
+        assert "newest_moe" in sizes.notes[0]
+
+    def test_a_text_model_inside_another_is_found(self) -> None:
+        config = {"model_type": "qwen_vl", "text_config": QWEN3_30B.config}
+        sizes = model_sizes(config)
+        assert sizes.experts_bytes == 54 * 2**30
+        assert "only the text model" in sizes.notes[0]
+
+
+class TestFormats:
+    # w13 is [1536, 2048], w2 [2048, 768].
+    @pytest.mark.parametrize(
+        ("quantization", "name", "tensors"),
+        [
+            pytest.param(
+                {"quant_method": "fp8", "weight_block_size": [128, 128]},
+                "fp8 in blocks",
+                [1536 * 2048, 12 * 16 * 4, 2048 * 768, 16 * 6 * 4],
+                id="fp8 blocks",
+            ),
+            pytest.param(
+                {"quant_method": "fp8"}, "fp8", [1536 * 2048, 4, 2048 * 768, 4], id="fp8 tensor"
+            ),
+            pytest.param(
+                {"quant_method": "mxfp4"},
+                "mxfp4",
+                [1536 * 1024, 1536 * 64, 2048 * 384, 2048 * 24],
+                id="mxfp4",
+            ),
+            pytest.param(
+                {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+                "gptq 4 bits",
+                [1536 * 1024, 1536 * 16 * 2, 2048 * 384, 2048 * 6 * 2],
+                id="gptq",
+            ),
+            pytest.param(
+                {"quant_method": "gptq", "bits": 8, "group_size": -1},
+                "gptq 8 bits",
+                [1536 * 2048, 1536 * 2, 2048 * 768, 2048 * 2],
+                id="gptq per row",
+            ),
+            pytest.param(
+                {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+                "awq 4 bits",
+                [1536 * 1024, 1536 * 16 * 2, 1536 * 8, 2048 * 384, 2048 * 6 * 2, 2048 * 3],
+                id="awq",
+            ),
+            pytest.param(
+                {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+                "nvfp4",
+                [1536 * 1024, 1536 * 128, 2048 * 384, 2048 * 48],
+                id="nvfp4",
+            ),
+            pytest.param(
+                {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {
+                        "group_0": {
+                            "weights": {
+                                "num_bits": 4,
+                                "type": "int",
+                                "strategy": "group",
+                                "group_size": 128,
+                                "symmetric": True,
+                            }
+                        }
+                    },
+                },
+                "compressed-tensors int 4 bits",
+                [1536 * 1024, 1536 * 16 * 2, 2048 * 384, 2048 * 6 * 2],
+                id="w4a16",
+            ),
+            pytest.param(
+                {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {
+                        "group_0": {
+                            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}
+                        }
+                    },
+                },
+                "compressed-tensors float 8 bits",
+                [1536 * 2048, 1536 * 4, 2048 * 768, 2048 * 4],
+                id="fp8 channel",
+            ),
+        ],
+    )
+    def test_an_expert_weighs_what_its_tensors_do(
+        self, quantization: dict[str, Any], name: str, tensors: list[int]
+    ) -> None:
+        sizes = model_sizes(_with(quantization))
+        assert sizes.expert_format == name
+        assert sizes.expert_bytes == sum(tensors)
+        layout = RecordLayout.from_tensors(
+            {str(index): ((nbytes,), torch.uint8) for index, nbytes in enumerate(tensors)}
+        )
+        assert sizes.record_bytes == layout.record_bytes
+
+    def test_gpt_oss_experts_have_biases_beside_four_bit_weights(self) -> None:
+        sizes = model_sizes(
+            {**GPT_OSS_20B.config, "quantization_config": {"quant_method": "mxfp4"}}
+        )
+        weights = 3 * 2880 * 2880
+        assert sizes.expert_bytes == weights // 2 + weights // 32 + 3 * 2880 * 2
+        assert sizes.dense_bytes == model_sizes(GPT_OSS_20B.config).dense_bytes
+
+    def test_attention_that_is_left_out_stays_as_it_was(self) -> None:
+        gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        plain = model_sizes(QWEN3_30B.config).dense_bytes
+        assert model_sizes(_with(gptq)).dense_bytes < plain
+        left_out = {**gptq, "modules_to_not_convert": ["model.layers.0.self_attn"]}
+        assert model_sizes(_with(left_out)).dense_bytes == plain
+
+    @pytest.mark.parametrize(
+        ("quantization", "message"),
+        [
+            ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes', whose size"),
+            ({}, "quant_method 'None'"),
+            ("fp8", "quantization_config that is no object"),
+            ({"quant_method": ["fp8"]}, "quant_method"),
+            ({"quant_method": "gptq"}, "no positive whole number bits"),
+            ({"quant_method": "gptq", "bits": 10**9}, "absurd bits"),
+            ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+            ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size"),
+            ({"quant_method": "fp8", "weight_block_size": [128, "x"]}, "weight_block_size"),
+            ({"quant_method": "compressed-tensors"}, r"without config_groups"),
+            ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "without config_"),
+        ],
+        ids=json.dumps,
+    )
+    def test_a_format_that_cannot_be_sized_is_refused(
+        self, quantization: Any, message: str
+    ) -> None:
+        with pytest.raises(ModelError, match=message):
+            model_sizes(_with(quantization))
+
+
+class TestBadConfigs:
+    @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
+    @pytest.mark.parametrize("value", [None, 0, -1, "8", True, 1.5, 10**30], ids=str)
+    def test_a_number_that_is_missing_or_absurd_is_named(self, name: str, value: Any) -> None:
+        with pytest.raises(ModelError, match=name):
+            model_sizes({**QWEN3_30B.config, name: value})
+
+    def test_a_million_layers_are_not_counted_one_by_one(self) -> None:
+        with pytest.raises(ModelError, match="absurd num_hidden_layers, more than 10000"):
+            model_sizes({**QWEN3_30B.config, "num_hidden_layers": 1_000_000})
+
+    def test_a_dense_model_has_nothing_to_plan(self) -> None:
+        with pytest.raises(ModelError, match="a dense model"):
+            model_sizes({"model_type": "llama", "hidden_size": 4096})
+
+    def test_more_experts_per_token_than_there_are(self) -> None:
+        with pytest.raises(ModelError, match="routes to 129 of 128 experts"):
+            model_sizes({**QWEN3_30B.config, "num_experts_per_tok": 129})
+
+    @pytest.mark.parametrize("value", ["\x1b[31mred", ["qwen3_moe"], {"a": 1}, None], ids=repr)
+    def test_a_model_type_that_is_no_name_is_not_repeated(self, value: Any) -> None:
+        sizes = model_sizes({**QWEN3_30B.config, "model_type": value})
+        assert sizes.model_type == "unnamed"
+        assert "\x1b" not in "".join(sizes.notes)
+
+    def test_an_unknown_dtype_is_said_to_be_taken_as_bfloat16(self) -> None:
+        sizes = model_sizes({**QWEN3_30B.config, "dtype": "float13"})
+        assert (sizes.expert_format, sizes.expert_bytes) == ("bfloat16", 9_437_184)
+        assert "bfloat16 is taken" in sizes.notes[0]

@@ -1,0 +1,274 @@
+"""The planner's arithmetic, on a model whose numbers are known, and against what was measured."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefetch_runtime.config import ConfigError
+from prefetch_runtime.hit_rates import Demand, create_hit_rates
+from prefetch_runtime.model_sizes import ModelSizes, model_sizes
+from prefetch_runtime.plan import CARDS, Gpu, Planner, Workload, rounded, typical_gpu
+from tests.helpers.model_configs import MIXTRAL, QWEN3_30B
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+QWEN = model_sizes(QWEN3_30B.config)
+QWEN_16_LAYERS = model_sizes({**QWEN3_30B.config, "num_hidden_layers": 16})
+
+
+class Fixed:
+    """So many demanded and absent experts, whatever the slots."""
+
+    origin = "fixed"
+
+    def __init__(self, demanded: float, hit_rate: float) -> None:
+        self._demand = Demand(demanded, demanded * (1 - hit_rate))
+
+    def demand(self, num_slots: int) -> Demand:  # noqa: ARG002
+        return self._demand
+
+
+def planner(
+    gib: float = 24, *, sizes: ModelSizes = QWEN, curve: str = "qwen3-30b-a3b", **work: Any
+) -> Planner:
+    workload = Workload(**{"context": 8192, "mode": "full", **work})
+    rates = create_hit_rates(
+        curve, num_experts=sizes.num_experts, top_k=sizes.top_k, batch=workload.batch
+    )
+    return Planner(sizes, typical_gpu(gib), workload, rates)
+
+
+class TestMemory:
+    def test_what_is_left_is_divided_into_slots(self) -> None:
+        memory = planner(24).memory()
+        assert memory.usable == int(24 * GIB * 0.92)
+        assert memory.dense == QWEN.dense_bytes
+        assert memory.kv_cache == 8192 * 98304
+        assert memory.staging == 16 * 9 * 2**20
+        assert memory.activations == memory.usable // 10
+        left = memory.usable - memory.dense - memory.kv_cache - memory.staging - memory.activations
+        assert memory.left_for_slots == left
+        assert memory.slots_per_layer == left // (48 * 9 * 2**20) == 38
+
+    def test_a_batch_takes_a_cache_for_each_sequence(self) -> None:
+        assert planner(batch=4).memory().kv_cache == 4 * planner().memory().kv_cache
+
+    def test_all_experts_take_no_staging_ring_and_no_cache(self) -> None:
+        plan = planner(80).plan()
+        assert plan.memory.slots_per_layer == 128
+        assert plan.memory.staging == 0
+        assert plan.all_fit
+        assert plan.best is not None
+        assert plan.best.copy_ms == 0
+
+    def test_fewer_slots_than_a_token_needs_are_none(self) -> None:
+        plan = planner(8).plan(target=1)
+        assert 0 < plan.memory.left_for_slots < QWEN.slot_bytes(8)
+        assert plan.memory.slots_per_layer == 0
+        assert plan.best is None
+        assert plan.uniform is None
+        assert not plan.target_fits
+
+    def test_a_gpu_too_small_for_the_rest_has_less_than_nothing_left(self) -> None:
+        assert planner(2).memory().left_for_slots < 0
+        assert planner(2).memory().slots_per_layer == 0
+
+    def test_the_staging_ring_holds_two_halves_of_at_most_all_experts(self) -> None:
+        sizes = model_sizes(MIXTRAL.config)
+        mixtral = planner(48, sizes=sizes, curve="mixtral-8x7b")
+        assert mixtral.memory().staging == 2 * 8 * sizes.expert_bytes
+        assert planner(staging_slots=5).memory().staging == 4 * QWEN.expert_bytes
+
+
+class TestEstimate:
+    def test_a_step_is_the_resident_step_and_the_missed_bytes_over_the_link(self) -> None:
+        gpu = replace(typical_gpu(24), link_gbs=10.0)
+        work = Workload(context=1, mode="full", resident_ms=5.0)
+        estimate = Planner(QWEN, gpu, work, Fixed(8, 0.75)).estimate(32)
+        copy_ms = 48 * 2 * 9_437_184 / 10e9 * 1e3
+        assert estimate.copy_ms == pytest.approx(copy_ms)
+        assert estimate.resident_ms == 5.0
+        assert estimate.hit_rate == pytest.approx(0.75)
+        assert estimate.tokens_per_s == pytest.approx(1e3 / (5.0 + copy_ms))
+        assert estimate.tokens_per_s_at_best == pytest.approx(1e3 / copy_ms)
+        assert estimate.slot_bytes == 13.5 * GIB
+
+    def test_a_batch_shares_a_step(self) -> None:
+        alone = Planner(
+            QWEN, typical_gpu(24), Workload(context=1, resident_ms=5.0), Fixed(8, 0.5)
+        ).estimate(64)
+        four = Planner(
+            QWEN, typical_gpu(24), Workload(context=1, resident_ms=5.0, batch=4), Fixed(8, 0.5)
+        ).estimate(64)
+        assert four.tokens_per_s == pytest.approx(4 * alone.tokens_per_s)
+
+    def test_more_slots_are_never_slower(self) -> None:
+        for batch in (1, 4, 16):
+            speeds = [planner(batch=batch).estimate(s).tokens_per_s for s in range(8, 129)]
+            assert speeds == sorted(speeds)
+
+    def test_uniform_routing_is_the_worst(self) -> None:
+        plan = planner().plan()
+        assert plan.best is not None
+        assert plan.uniform is not None
+        assert plan.uniform.tokens_per_s < plan.best.tokens_per_s < plan.best.tokens_per_s_at_best
+
+    @pytest.mark.parametrize(
+        ("slots", "batch", "asked", "mode"),
+        [
+            (32, 4, "full", "full"),
+            (32, 5, "full", "eager"),  # 40 experts may not fit 32 slots: no graph, waves
+            (127, 16, "full", "eager"),
+            (128, 16, "full", "resident"),
+            (32, 1, "eager", "eager"),
+            (128, 1, "eager", "resident"),
+        ],
+    )
+    def test_a_graph_needs_slots_for_the_widest_batch(
+        self, slots: int, batch: int, asked: str, mode: str
+    ) -> None:
+        assert planner(batch=batch, mode=asked).estimate(slots).mode == mode
+
+    @pytest.mark.parametrize(
+        ("sizes", "mode", "batch", "slots", "hit_rate", "measured_ms"),
+        [
+            (QWEN, "full", 1, 128, 1.0, 4.08),
+            (QWEN_16_LAYERS, "full", 1, 128, 1.0, 2.05),
+            (QWEN_16_LAYERS, "full", 8, 128, 1.0, 3.10),
+            (QWEN_16_LAYERS, "full", 8, 64, 0.74, 38.8),
+            (QWEN, "eager", 1, 127, 1.0, 55.8),
+            (QWEN, "eager", 1, 32, 0.864, 69.4),
+            (QWEN, "eager", 1, 32, 0.854, 101.0),
+            (QWEN, "eager", 8, 32, 0.346, 340.0),
+            (QWEN, "eager", 8, 32, 0.346, 386.0),
+        ],
+    )
+    def test_steps_measured_on_an_h200_are_met_at_the_measured_hit_rate(
+        self,
+        sizes: ModelSizes,
+        mode: str,
+        batch: int,
+        slots: int,
+        hit_rate: float,
+        measured_ms: float,
+    ) -> None:
+        demanded = create_hit_rates("uniform", num_experts=128, top_k=8, batch=batch)
+        rates = Fixed(demanded.demand(8).demanded, hit_rate)
+        work = Workload(context=512, batch=batch, mode=mode)  # type: ignore[arg-type]
+        estimate = Planner(sizes, typical_gpu(141), work, rates).estimate(slots)
+        step_ms = estimate.resident_ms + estimate.copy_ms
+        assert step_ms == pytest.approx(measured_ms, rel=0.35)
+
+
+def test_the_page_shows_what_is_computed() -> None:
+    page = (ROOT / "docs" / "choosing-slots.md").read_text()
+    table = page.partition("| layers | mode |")[2].splitlines()[2:]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table if "|" in line]
+    assert len(rows) == 6
+    for layers, mode, batch, slots, hit_rate, _, computed in rows:
+        sizes = QWEN if layers == "48" else QWEN_16_LAYERS
+        everything = slots == "all"
+        rates = create_hit_rates("uniform", num_experts=128, top_k=8, batch=int(batch))
+        hits = 1.0 if everything else float(hit_rate.rstrip(" %")) / 100
+        work: Any = {"mode": "full" if everything else mode, "batch": int(batch), "context": 512}
+        fixed = Fixed(rates.demand(8).demanded, hits)
+        estimate = Planner(sizes, typical_gpu(141), Workload(**work), fixed).estimate(
+            128 if everything else int(slots)
+        )
+        step_ms = estimate.resident_ms + estimate.copy_ms
+        assert step_ms == pytest.approx(float(computed), rel=0.03)
+
+
+class TestPlan:
+    def test_the_ladder_ends_with_the_most_that_fit(self) -> None:
+        plan = planner(24).plan(ladder=True)
+        assert [e.slots_per_layer for e in plan.estimates] == [8, 16, 32, 38]
+        assert planner(24).plan().estimates == plan.estimates[-1:]
+
+    def test_a_target_takes_the_fewest_slots_that_reach_it(self) -> None:
+        some = planner(24)
+        wanted = some.plan(target=50).target
+        assert wanted is not None
+        assert wanted.tokens_per_s >= 50
+        assert some.estimate(wanted.slots_per_layer - 1).tokens_per_s < 50
+
+    def test_a_low_target_takes_what_one_token_needs(self) -> None:
+        wanted = planner(24).plan(target=0.1).target
+        assert wanted is not None
+        assert wanted.slots_per_layer == 8
+
+    def test_a_target_may_fit_or_not(self) -> None:
+        assert planner(24).plan(target=20).target_fits
+        too_many = planner(24).plan(target=50)
+        assert too_many.target is not None
+        assert not too_many.target_fits
+
+    def test_a_target_beyond_the_resident_step_is_out_of_reach(self) -> None:
+        plan = planner(24).plan(target=1e6)
+        assert plan.target is None
+        assert not plan.target_fits
+
+    @pytest.mark.parametrize("target", [0, -1, float("nan"), float("inf")])
+    def test_a_target_that_is_no_speed_is_refused(self, target: float) -> None:
+        with pytest.raises(ConfigError, match="a target must be positive and finite"):
+            planner().plan(target=target)
+
+
+class TestGpus:
+    @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+    def test_each_common_size_has_its_card(self, card: Any) -> None:
+        gpu = typical_gpu(card.gib)
+        assert gpu.name == card.name
+        assert gpu.link_gbs == card.link_gbs
+        assert "assumed" in gpu.link_origin
+        assert "assumed" in gpu.memory_origin
+
+    @pytest.mark.parametrize(("gib", "like"), [(4, "RTX 4060"), (20, "RTX 4080"), (192, "H200")])
+    def test_another_size_is_like_the_next_smaller_card(self, gib: float, like: str) -> None:
+        assert typical_gpu(gib).name == f"like {like}"
+
+    def test_what_is_given_is_taken(self) -> None:
+        gpu = typical_gpu(24, memory_gbs=900, link_gbs=11)
+        assert (gpu.memory_gbs, gpu.link_gbs) == (900, 11)
+        assert (gpu.memory_origin, gpu.link_origin) == ("given", "given")
+
+    @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e300])
+    @pytest.mark.parametrize("name", ["gib", "link_gbs", "memory_gbs"])
+    def test_a_number_that_cannot_be_is_refused(self, name: str, value: float) -> None:
+        with pytest.raises(ConfigError, match="must be positive and finite"):
+            typical_gpu(**{"gib": 24, name: value})
+
+    def test_a_gpu_checks_itself(self) -> None:
+        with pytest.raises(ConfigError, match="a GPU's size"):
+            Gpu(name="x", gib=-8, memory_gbs=1, link_gbs=1, memory_origin="", link_origin="")
+
+
+class TestWorkload:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"context": 0}, "context must be at least 1"),
+            ({"context": 1 << 40}, "context must be at least 1"),
+            ({"batch": 0}, "batch must be at least 1"),
+            ({"batch": -4}, "batch must be at least 1"),
+            ({"utilization": 0}, "above 0 and at most 1"),
+            ({"utilization": 1.5}, "above 0 and at most 1"),
+            ({"utilization": float("nan")}, "above 0 and at most 1"),
+            ({"staging_slots": 1}, "staging slots must be 2 to 1024"),
+            ({"resident_ms": 0}, "a step's time must be positive"),
+            ({"resident_ms": float("inf")}, "a step's time must be positive"),
+        ],
+        ids=str,
+    )
+    def test_a_number_that_cannot_be_is_refused(
+        self, changes: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Workload(**{"context": 8192, **changes})
+
+
+def test_estimates_keep_two_digits() -> None:
+    assert [rounded(v) for v in (0, 0.01234, 1.26, 987.6)] == [0, 0.012, 1.3, 990]
+    assert rounded(1.2345, 3) == 1.23
