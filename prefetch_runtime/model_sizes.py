@@ -115,8 +115,7 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
     Raises:
         ModelError: a dense model, a number that is missing or absurd, or an unknown format.
     """
-    experts = expert_shape(config)
-    if experts is None:
+    if expert_shape(config) is None:
         raise ModelError(
             "the config.json declares no experts (a dense model), so there is nothing to plan"
         )
@@ -131,9 +130,10 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         )
     if text is not config:
         notes.append("only the text model is counted, not its vision or audio parts")
+    num_experts = _bounded(text, *NUM_EXPERTS, most=1 << 20)
     top_k = _bounded(text, *TOP_K)
-    if top_k > experts.num_experts:
-        raise ModelError(f"the config.json routes to {top_k} of {experts.num_experts} experts")
+    if top_k > num_experts:
+        raise ModelError(f"the config.json routes to {top_k} of {num_experts} experts")
 
     hidden = _bounded(text, "hidden_size")
     num_layers = _bounded(text, "num_hidden_layers", most=10_000)
@@ -157,7 +157,7 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         vocabulary
         + num_layers * (attention + plain.nbytes(2, hidden))
         + plain.nbytes(1, hidden)
-        + moe_layers * plain.nbytes(experts.num_experts, hidden)
+        + moe_layers * plain.nbytes(num_experts, hidden)
         + (moe_layers * dense.nbytes(3 * shared, hidden) if shared else 0)
         + (dense_layers and dense_layers * dense.nbytes(3 * _dense_inner(text), hidden))
     )
@@ -167,7 +167,7 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         model_type=family,
         num_layers=num_layers,
         num_moe_layers=moe_layers,
-        num_experts=experts.num_experts,
+        num_experts=num_experts,
         top_k=top_k,
         expert_format=stored.name,
         expert_bytes=sum(tensors),
@@ -177,17 +177,23 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         kv_token_bytes=(num_layers - windowed) * kv_layer,
         kv_window_token_bytes=windowed * kv_layer,
         window=_bounded(text, "sliding_window") if windowed else 0,
-        max_context=first_int(text, "max_position_embeddings"),
+        max_context=_optional(text, "max_position_embeddings"),
         notes=tuple(notes),
     )
 
 
 def _bounded(config: dict[str, Any], *names: str, most: int = _LARGEST) -> int:
     """The first positive number under one of the names; ModelError if there is none, or absurd."""
-    value = first_int(config, *names)
+    value = _optional(config, *names, most=most)
     if value is None:
         raise ModelError(f"the config.json has no positive whole number {' or '.join(names)}")
-    if value > most:
+    return value
+
+
+def _optional(config: dict[str, Any], *names: str, most: int = _LARGEST) -> int | None:
+    """The same where it may be missing."""
+    value = first_int(config, *names)
+    if value is not None and value > most:
         raise ModelError(f"the config.json has an absurd {names[0]}, more than {most}")
     return value
 
@@ -196,30 +202,30 @@ def _has_experts(text: dict[str, Any], layer: int) -> bool:
     only_dense = text.get("mlp_only_layers")
     if isinstance(only_dense, list) and layer in only_dense:
         return False
-    if layer < (first_int(text, "first_k_dense_replace") or 0):
+    if layer < (_optional(text, "first_k_dense_replace") or 0):
         return False
     every = text.get("moe_layer_freq")
     if isinstance(every, list):  # one flag per layer
         return layer < len(every) and bool(every[layer])
-    if layer % (first_int(text, "moe_layer_freq") or 1):
+    if layer % (_optional(text, "moe_layer_freq") or 1):
         return False
-    return (layer + 1) % (first_int(text, "decoder_sparse_step") or 1) == 0
+    return (layer + 1) % (_optional(text, "decoder_sparse_step") or 1) == 0
 
 
 def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int, int]:
     """Bytes of one layer's attention weights, and elements that a token adds to its KV cache."""
     heads = _bounded(text, "num_attention_heads")
-    latent = first_int(text, "kv_lora_rank")
+    latent = _optional(text, "kv_lora_rank")
     if latent is None:
-        size = first_int(text, "head_dim") or max(1, hidden // heads)
-        groups = first_int(text, "num_key_value_heads") or heads
+        size = _optional(text, "head_dim") or max(1, hidden // heads)
+        groups = _optional(text, "num_key_value_heads") or heads
         fused = (heads + 2 * groups) * size
         return linear.nbytes(fused, hidden) + linear.nbytes(hidden, heads * size), 2 * groups * size
     # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds the latent.
     nope, rope = _bounded(text, "qk_nope_head_dim"), _bounded(text, "qk_rope_head_dim")
     value = _bounded(text, "v_head_dim")
     queries = heads * (nope + rope)
-    rank = first_int(text, "q_lora_rank")
+    rank = _optional(text, "q_lora_rank")
     nbytes = (
         linear.nbytes(queries, hidden)
         if rank is None
@@ -232,8 +238,8 @@ def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int,
 
 def _shared_intermediate(text: dict[str, Any], inner: int) -> int:
     """Intermediate size of the experts that every token takes, together; 0 without any."""
-    width = first_int(text, "shared_expert_intermediate_size")
-    return width or (first_int(text, "n_shared_experts", "num_shared_experts") or 0) * inner
+    width = _optional(text, "shared_expert_intermediate_size")
+    return width or (_optional(text, "n_shared_experts", "num_shared_experts") or 0) * inner
 
 
 def _dense_inner(text: dict[str, Any]) -> int:
@@ -281,7 +287,7 @@ def _formats(
 
 def _quantised(quantization: dict[str, Any]) -> _Format:
     method = quantization.get("quant_method")
-    group = first_int(quantization, "group_size")
+    group = _optional(quantization, "group_size")
     match method:
         case "fp8":
             sides = quantization.get("weight_block_size")
@@ -314,7 +320,7 @@ def _compressed_tensors(quantization: dict[str, Any]) -> _Format:
         raise ModelError("the config.json has compressed-tensors without config_groups.*.weights")
     bits = _bounded(weights, "num_bits", most=16)
     is_float = weights.get("type") == "float"
-    group = first_int(weights, "group_size")
+    group = _optional(weights, "group_size")
     name = f"compressed-tensors {'float' if is_float else 'int'} {bits} bits"
     if is_float and bits == 4:
         return _Format(name, 4, (1, group or 16), 1)

@@ -242,6 +242,14 @@ class TestFormats:
 
 
 class TestBadConfigs:
+    @pytest.mark.parametrize(
+        "name",
+        ["shared_expert_intermediate_size", "num_experts", "max_position_embeddings", "head_dim"],
+    )
+    def test_an_absurd_number_is_named(self, name: str) -> None:
+        with pytest.raises(ModelError, match=f"absurd {name}"):
+            model_sizes({**QWEN3_30B.config, name: 10**400})
+
     @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
     @pytest.mark.parametrize("value", [None, 0, -1, "8", True, 1.5, 10**30], ids=str)
     def test_a_number_that_is_missing_or_absurd_is_named(self, name: str, value: Any) -> None:
