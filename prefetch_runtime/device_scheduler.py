@@ -11,10 +11,28 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from graphs import DeviceCounters, DeviceSlotTable, ExpertFill, LayerRecords, RecordTable, field_of
+from graphs import (
+    DeviceCounters,
+    DeviceSlotTable,
+    ExpertFill,
+    LayerRecords,
+    PrefetchBranch,
+    PrefetchHook,
+    RecordTable,
+    field_of,
+)
 from graphs.layout import Clock
+from graphs.prefetch import MAX_FORECAST, UNLIMITED_BYTES
+from predictors import Predictor, RunsOn
 from prefetch_runtime.policies import create_device_form, create_policy
-from prefetch_runtime.scheduler import IntArray, LayerCache, Scheduler, WidePlan
+from prefetch_runtime.scheduler import (
+    Guesses,
+    IntArray,
+    LayerCache,
+    Scheduler,
+    WidePlan,
+    without_padding,
+)
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token
 
@@ -27,6 +45,8 @@ class DeviceScheduler(Scheduler):
 
     _table: DeviceSlotTable | None = None
     _demand_fill: ExpertFill | None = None
+    _hook: PrefetchHook | None = None
+    _branch: PrefetchBranch | None = None
 
     def seal(self) -> None:
         """Build the device's tables over all layers; their addresses are fixed from here on.
@@ -56,6 +76,26 @@ class DeviceScheduler(Scheduler):
         )
         records = RecordTable([self._records_of(layer) for layer in layers], device=self._device)
         self._demand_fill = ExpertFill(self._table, records)
+
+    def predict_on_device(self, predictor: Predictor, *, budget_bytes: int | None) -> None:
+        """As in `Scheduler`; only a predictor that ranks by the next router runs in a graph."""
+        if predictor.runs_on is not RunsOn.BOTH or predictor.name != "next_gate":
+            raise ValueError(
+                f"predictor {predictor.name!r} has no kernels; mode 'full' takes 'next_gate'"
+            )
+        if self._demand_fill is None:
+            raise RuntimeError("seal the scheduler before it predicts")
+        self._hook = PrefetchHook(
+            self._demand_fill,
+            max_forecast=MAX_FORECAST,
+            budget_bytes=UNLIMITED_BYTES if budget_bytes is None else budget_bytes,
+        )
+        self._branch = PrefetchBranch(self._device)
+
+    @property
+    def needs_guesses(self) -> bool:
+        """Whether `fetch` wants the next router's guesses."""
+        return self._hook is not None
 
     def _records_of(self, layer: LayerCache) -> LayerRecords:
         store = layer.store
@@ -93,7 +133,7 @@ class DeviceScheduler(Scheduler):
         topk_ids: torch.Tensor,
         *,
         padding: torch.Tensor | None = None,
-        guesses: torch.Tensor | None = None,  # noqa: ARG002 - prediction is not in graphs yet
+        guesses: Guesses | None = None,
     ) -> torch.Tensor:
         """As `Scheduler.fetch`, by kernels on the current stream; the host waits for nothing.
 
@@ -101,7 +141,19 @@ class DeviceScheduler(Scheduler):
         overwrites them. More experts than slots cannot be told here: `fits` answers first.
         """
         self._begin_layer(layer_idx)
-        return self._resolve(layer_idx, topk_ids, padding)
+        hook, branch = self._hook, self._branch
+        if hook is not None and branch is not None and branch.is_forked:
+            # The fill that runs on the branch now copies only what is demanded, and ends.
+            hook.post(layer_idx, topk_ids, padding=padding)
+            branch.join()
+        slot_ids = self._resolve(layer_idx, topk_ids, padding)
+        if hook is not None and branch is not None and guesses is not None:
+            # After this layer's demand, beside its experts and the attention that follows.
+            with branch.fork():
+                forecast = _forecast(guesses(), padding, hook.max_forecast)
+                hook.reserve(layer_idx + 1, forecast)
+                hook.fill(layer_idx + 1)
+        return slot_ids
 
     def _resolve(
         self, layer_idx: int, topk_ids: torch.Tensor, padding: torch.Tensor | None = None
@@ -116,7 +168,7 @@ class DeviceScheduler(Scheduler):
         self,
         layer_idx: int,
         topk_ids: torch.Tensor,
-        guesses: torch.Tensor | None = None,  # noqa: ARG002
+        guesses: Guesses | None = None,  # noqa: ARG002 - wide steps are not predicted for
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """As in `Scheduler`; the host reads the ids to find the runs, the device plans each."""
         self._begin_layer(layer_idx)
@@ -138,7 +190,7 @@ class DeviceScheduler(Scheduler):
         self,
         layer: LayerCache,
         topk_ids: torch.Tensor,
-        guesses: torch.Tensor | None,  # noqa: ARG002
+        guesses: Guesses | None,  # noqa: ARG002 - wide steps are not predicted for
     ) -> WidePlan:
         """As in `Scheduler`, but what is resident is read from the device, with the demand, in one
         transfer; and every change is made by a kernel that follows on the same stream."""
@@ -228,8 +280,12 @@ class DeviceScheduler(Scheduler):
             prefetch_used=counters.prefetch_used,
             prefetch_dropped=counters.prefetch_dropped,
             waves=layer.waves,
-            # Every miss is one expert read, into a slot or through the staging ring.
-            bytes_copied=counters.misses * layer.store.layout.payload_bytes,
+            # Every miss is one expert read, into a slot or through the staging ring; of a late
+            # one the rest is.
+            bytes_copied=(counters.misses + counters.late) * layer.store.layout.payload_bytes
+            - counters.late_bytes,
+            # Without those that are there and have been neither demanded nor evicted yet.
+            bytes_prefetched=counters.used_bytes + counters.late_bytes + counters.wasted_bytes,
             bytes_useful=counters.used_bytes,
             bytes_late=counters.late_bytes,
             bytes_wasted=counters.wasted_bytes,
@@ -248,3 +304,13 @@ class DeviceScheduler(Scheduler):
         if self._table is not None:
             self._table.close()
         super().close()
+
+
+def _forecast(
+    guesses: torch.Tensor, padding: torch.Tensor | None, max_forecast: int
+) -> torch.Tensor:
+    """[F] int32: every token's best guess, then every second one, as `predictors.by_rank` orders
+    them; repeats are left in, and skipped by the kernel. Rows of padding guess nothing."""
+    if padding is not None:
+        guesses = without_padding(guesses, padding)
+    return guesses.t().reshape(-1)[:max_forecast].to(torch.int32).contiguous()

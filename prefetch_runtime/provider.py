@@ -4,6 +4,7 @@ Shapes: T = tokens, K = top_k, C = capacity (rows of the weight tensors: experts
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,12 +89,12 @@ class CachedWeightProvider(ExpertWeightProvider):
         topk_ids: torch.Tensor,
         *,
         padding: torch.Tensor | None = None,
-        guesses: torch.Tensor | None = None,
+        guesses: Callable[[], torch.Tensor] | None = None,
     ) -> ExpertWeightResult:
         """Bring in what is absent, publish the mapping, and rename the ids to slots.
 
-        `padding`: rows that belong to no token and cost nothing; `guesses`: what the next layer's
-        router would choose. See `Scheduler.fetch`.
+        `padding`: rows that belong to no token and cost nothing; `guesses`: makes what the next
+        layer's router would choose. See `Scheduler.fetch`.
         """
         slot_ids = self._scheduler.fetch(
             self._layer_idx, topk_ids, padding=padding, guesses=guesses

@@ -4,7 +4,7 @@ Shapes: E = experts of a layer (global ids), S = slots, T = tokens, K = top_k, L
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from predictors import Predictor
 from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
 from prefetch_runtime.host_prefetch import HostPrefetcher, fits_predictor, split_read
 from prefetch_runtime.host_store import HostStore, LayerStore
@@ -23,6 +24,7 @@ from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_expert, cut_by_token
 
 IntArray = npt.NDArray[np.int32]
+Guesses = Callable[[], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -167,6 +169,19 @@ class Scheduler:
             raise ValueError("prediction needs layers of one size, and no expert map")
         self._prefetcher = prefetcher
 
+    def predict_on_device(
+        self,
+        predictor: Predictor,
+        *,
+        budget_bytes: int | None,  # noqa: ARG002 - for schedulers that can
+    ) -> None:
+        """Predict by kernels from now on. Once, after `seal`, before anything is captured.
+
+        Raises:
+            ValueError: the mode or the predictor has no kernels.
+        """
+        raise ValueError(f"mode {self._mode!r} predicts on the host ({predictor.name})")
+
     @property
     def needs_guesses(self) -> bool:
         """Whether `fetch` wants the next router's guesses."""
@@ -184,14 +199,14 @@ class Scheduler:
         topk_ids: torch.Tensor,
         *,
         padding: torch.Tensor | None = None,
-        guesses: torch.Tensor | None = None,
+        guesses: Guesses | None = None,
     ) -> torch.Tensor:
         """Make the demanded experts resident; return their slots, [T, K], dtype of `topk_ids`.
 
         `padding` says which rows belong to no token, as bool [T] (true = padding) or as an integer
         KV slot mapping [T] (negative = padding). They cost nothing, like ids of -1. `guesses`
-        [T, G]: the next MoE layer's router on this layer's input, best first, if the predictor
-        needs them (`needs_guesses`).
+        makes [T, G] ids, the next MoE layer's router on this layer's input, best first; given if
+        the predictor needs them (`needs_guesses`), and called on the stream that shall do the work.
 
         Raises:
             NotEnoughSlots: more distinct experts than slots; nothing has changed.
@@ -262,7 +277,7 @@ class Scheduler:
         return np.unique(demanded[demanded >= 0]).size <= num_slots
 
     def token_waves(
-        self, layer_idx: int, topk_ids: torch.Tensor, guesses: torch.Tensor | None = None
+        self, layer_idx: int, topk_ids: torch.Tensor, guesses: Guesses | None = None
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Split a wide step by token: yields a run of tokens and its slot ids, [run, K].
 
@@ -278,7 +293,7 @@ class Scheduler:
             yield run, self._renamed(layer, topk_ids[run])
 
     def expert_waves(
-        self, layer_idx: int, topk_ids: torch.Tensor, guesses: torch.Tensor | None = None
+        self, layer_idx: int, topk_ids: torch.Tensor, guesses: Guesses | None = None
     ) -> Iterator[ExpertWave]:
         """Split a wide step by expert: residents first, then the absent through the staging ring.
 
@@ -320,7 +335,7 @@ class Scheduler:
                 start(index + 2)
 
     def _plan_wide(
-        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: torch.Tensor | None
+        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
     ) -> WidePlan:
         """Mark the residents used, give empty slots to the most demanded of the absent."""
         host_ids, _ = self._read(layer, topk_ids, guesses)
@@ -458,10 +473,10 @@ class Scheduler:
         )
 
     def _read(
-        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: torch.Tensor | None
+        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
     ) -> tuple[IntArray, IntArray | None]:
         """[T, K] local ids and the guesses on the host, and into the trace if one is recorded."""
-        ids, host_guesses = split_read(topk_ids, guesses)
+        ids, host_guesses = split_read(topk_ids, None if guesses is None else guesses())
         if self.recorder is not None:
             self.recorder.record(layer.layer_idx, ids, host_guesses)
         return self._as_local(layer, ids), host_guesses

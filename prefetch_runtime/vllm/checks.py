@@ -56,10 +56,10 @@ def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["ful
         raise UnsupportedError(
             f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
         )
-    if config.predictor != "none":
+    if config.predictor not in ("none", "next_gate"):
         raise UnsupportedError(
-            f"{spelled('predictor')} {config.predictor!r} works in mode 'eager' only in this "
-            f"version; leave it out or leave {spelled('mode')} 'full' out"
+            f"{spelled('predictor')} {config.predictor!r} works on the host, in mode 'eager'; "
+            f"{spelled('mode')} 'full' takes 'next_gate' or 'none'"
         )
     why_not = _why_not_full(vllm_config)
     if why_not is not None:

@@ -17,7 +17,7 @@ from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.injection import RoutingInjection
-from prefetch_runtime.scheduler import Scheduler
+from prefetch_runtime.scheduler import Guesses, Scheduler
 from prefetch_runtime.vllm.checks import check_slots
 
 logger = init_logger(__name__)
@@ -85,19 +85,24 @@ class PrefetchEngine:
             shape = PredictorShape(
                 num_layers=self._num_layers, num_experts=first.num_experts, top_k=self._top_k
             )
-            prefetcher = HostPrefetcher(
-                create_predictor(config.predictor, shape),
-                create_copier(self.device),
-                num_layers=self._num_layers,
-                top_k=self._top_k,
-                widen=config.predictor_widen,
-                budget_bytes=(
-                    None
-                    if config.prefetch_budget_mib is None
-                    else int(config.prefetch_budget_mib * 2**20)
-                ),
+            predictor = create_predictor(config.predictor, shape)
+            budget_bytes = (
+                None
+                if config.prefetch_budget_mib is None
+                else int(config.prefetch_budget_mib * 2**20)
             )
-            self.scheduler.attach_prefetcher(prefetcher)
+            if self.mode == "full":
+                self.scheduler.predict_on_device(predictor, budget_bytes=budget_bytes)
+            else:
+                prefetcher = HostPrefetcher(
+                    predictor,
+                    create_copier(self.device),
+                    num_layers=self._num_layers,
+                    top_k=self._top_k,
+                    widen=config.predictor_widen,
+                    budget_bytes=budget_bytes,
+                )
+                self.scheduler.attach_prefetcher(prefetcher)
         except ValueError as error:
             raise ConfigError(f"{spelled('predictor')} {config.predictor!r}: {error}") from None
         if self.scheduler.needs_guesses:
@@ -112,21 +117,29 @@ class PrefetchEngine:
                 f"layer {missing} was not found; choose another predictor"
             )
 
-    def guesses(self, layer_idx: int, x: torch.Tensor) -> torch.Tensor | None:
-        """[T, widen * top_k] ids: what the next MoE layer's router makes of this layer's input,
-        best first; None past the last layer or when nobody wants to know."""
+    def guesses(self, layer_idx: int, x: torch.Tensor) -> Guesses | None:
+        """What makes [T, widen * top_k] ids, best first, out of this layer's input [T, H] and the
+        next MoE layer's router; None past the last layer or when nobody wants to know."""
         recorder = self.scheduler.recorder
         wanted = self.scheduler.needs_guesses or (recorder is not None and self.record_guesses)
         if not wanted or layer_idx + 1 >= self._num_layers:
             return None
         gate = self._gates[layer_idx + 1]
         assert gate is not None
-        logits = gate(x)
-        if isinstance(logits, tuple):  # vLLM's linear layers return (output, bias)
-            logits = logits[0]
-        count = min(self.config.predictor_widen * self._top_k, logits.shape[-1])
-        best: torch.Tensor = logits.topk(count, dim=-1).indices
-        return best
+        widest = self.config.predictor_widen * self._top_k
+
+        def guess() -> torch.Tensor:
+            if x.is_cuda:
+                # On a forked stream: the memory must not be given to the compute stream's next
+                # tensor while the router reads it here.
+                x.record_stream(torch.cuda.current_stream(x.device))
+            logits = gate(x)
+            if isinstance(logits, tuple):  # vLLM's linear layers return (output, bias)
+                logits = logits[0]
+            best: torch.Tensor = logits.topk(min(widest, logits.shape[-1]), dim=-1).indices
+            return best
+
+        return guess
 
     def next_layer_idx(self) -> int:
         """Number the MoE layers in the order in which the model builds them."""

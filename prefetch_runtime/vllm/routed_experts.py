@@ -9,6 +9,7 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.provider import CachedWeightProvider
+from prefetch_runtime.scheduler import Guesses
 from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
 from prefetch_runtime.vllm.kernels import RowKeeper, TunedConfigs, check_kernel, launched_as
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
@@ -145,7 +146,7 @@ class PrefetchRoutedExperts(RoutedExperts):
 
     def _forward_by_token(
         self,
-        guesses: torch.Tensor | None,
+        guesses: Guesses | None,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -162,7 +163,7 @@ class PrefetchRoutedExperts(RoutedExperts):
 
     def _forward_by_expert(
         self,
-        guesses: torch.Tensor | None,
+        guesses: Guesses | None,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,

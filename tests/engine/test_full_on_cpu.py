@@ -1,0 +1,90 @@
+"""Mode `full` through the real engine with interpreted kernels: same bits, sound slots.
+
+Nothing is captured on a CPU device; what is shown is that the kernels' decisions, fills and
+prefetches serve vLLM exactly, wide steps between them included.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.reference import differences
+from prefetch_runtime.stats import RuntimeStats
+from tests.engine.conftest import ENGINE, ROOT
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are compiled"),
+]
+
+TEXTS = ["import torch\nimport torch.nn as nn\n\nclass", "#include <linux/", "The novel opens"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lru-16": {"slots_per_layer": 16},
+    "lfru-8-predicted": {
+        "slots_per_layer": 8,
+        "policy": "lfru",
+        "predictor": "next_gate",
+        "prefetch_budget_mib": 2 * 49152 / 2**20,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("full")
+    engines: list[dict[str, Any]] = [{"name": "resident", "llm": dict(ENGINE)}]
+    for name, settings in SETTINGS.items():
+        llm = {
+            **ENGINE,
+            "worker_cls": "tests.engine.full_worker.FullWorker",
+            "additional_config": {"prefetch_runtime": settings},
+        }
+        rpc = ["prefetch_audit", "prefetch_stats"]
+        engines.append({"name": name, "llm": llm, "rpc": rpc})
+    batches = [
+        {"name": "one", "prompts": TEXTS[:1], "max_tokens": 6},
+        {"name": "three", "prompts": TEXTS, "max_tokens": 3},
+    ]
+    spec, out, log = folder / "spec.json", folder / "out.pt", folder / "log"
+    spec.write_text(json.dumps({"engines": engines, "batches": batches, "layers": list(range(8))}))
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    with log.open("wb") as output:
+        finished = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / "reference.py"), str(spec), str(out)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            check=False,
+        )
+    assert finished.returncode == 0, Path(log).read_text(errors="replace")[-2000:]
+    loaded: dict[str, Any] = torch.load(out, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_layer_output_is_the_residents(records: dict[str, Any], name: str) -> None:
+    assert differences(records[name], records["resident"]) == []
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_slots_are_sound_and_were_used(records: dict[str, Any], name: str) -> None:
+    for batch in records[name].values():
+        assert batch["rpc"]["prefetch_audit"] == []
+    stats = RuntimeStats.from_dict(records[name]["three"]["rpc"]["prefetch_stats"])
+    assert stats.mode == "full"
+    assert stats.total("hits") > 0
+    assert stats.total("misses") > 0
+    assert bool(stats.total("prefetch_used")) == (name == "lfru-8-predicted")
