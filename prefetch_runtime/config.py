@@ -27,7 +27,7 @@ CLI_SPELLING: Mapping[str, str] = {
 METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable naming the folder through which vLLM's processes share their metrics."""
 
-POLICIES = ("lru", "lfru")
+POLICIES = ("lru", "lfru", "forecast")
 PREDICTORS = ("none", "next_gate", "previous_token", "transition", "frequency")
 
 
@@ -57,7 +57,7 @@ class PrefetchConfig(BaseModel):
     """Where the mapping is decided: by the host at every layer ("eager", and "auto" so far), or by
     kernels inside one captured graph ("full")."""
     policy: str = "lru"
-    """Which slot a newcomer takes: "lru" or "lfru"."""
+    """Which slot a newcomer takes: "lru", "lfru", or "forecast" (mode "eager" only)."""
     predictor: str = "none"
     """Guesses the next layer's experts ahead of its router."""
     predictor_widen: int = Field(default=2, ge=1, le=16)

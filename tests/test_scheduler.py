@@ -381,7 +381,7 @@ def test_more_slots_than_experts_are_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; choose lru or lfru"):
+    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; choose one of lru, lfru"):
         small_cache(policy="fifo")
 
 

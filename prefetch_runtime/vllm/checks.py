@@ -8,6 +8,7 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.policies import POLICY_NAMES
 
 
 class UnsupportedError(ConfigError):
@@ -55,6 +56,11 @@ def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["ful
     if asked == "segmented":
         raise UnsupportedError(
             f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
+        )
+    if config.policy not in POLICY_NAMES:
+        raise UnsupportedError(
+            f"{spelled('policy')} {config.policy!r} works on the host, in mode 'eager'; "
+            f"{spelled('mode')} 'full' takes {' or '.join(POLICY_NAMES)}"
         )
     if config.predictor not in ("none", "next_gate"):
         raise UnsupportedError(
