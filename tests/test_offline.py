@@ -60,7 +60,7 @@ def test_a_run_with_settings_names_our_worker_and_asks_for_its_counters(
         "worker_cls": WORKER_CLS,
         "additional_config": {"prefetch_runtime": {"slots_per_layer": 8}},
     }
-    assert spec["rpc"] == ["prefetch_stats"]
+    assert spec["rpc"] == [["prefetch_stats"]]
     assert spec["sampling"] == {"temperature": 0.0, "max_tokens": 3, "ignore_eos": False}
 
 
