@@ -47,7 +47,8 @@ ModeOption = Annotated[
     str | None, typer.Option("--prefetch-mode", help="auto, full, segmented or eager.")
 ]
 PolicyOption = Annotated[
-    str | None, typer.Option("--eviction-policy", help="Which slot a newcomer takes: lru, lfru, forecast.")
+    str | None,
+    typer.Option("--eviction-policy", help="Which slot a newcomer takes: lru, lfru, forecast."),
 ]
 PredictorOption = Annotated[
     str | None, typer.Option("--predictor", help="Guesses the next layer's experts.")

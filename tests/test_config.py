@@ -15,7 +15,7 @@ from prefetch_runtime.config import (
     PrefetchConfig,
     spelled,
 )
-from prefetch_runtime.policies import POLICY_NAMES
+from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES
 
 SLOTS = "'slots_per_layer' (--moe-expert-cache-size)"
 GIB = "'expert_cache_gib' (--moe-expert-cache-gib)"
@@ -67,7 +67,7 @@ class TestAccepted:
         assert {key: given[key] for key in settings} == settings
 
     def test_every_policy_that_exists_can_be_chosen(self) -> None:
-        assert POLICIES == POLICY_NAMES
+        assert POLICIES == POLICY_NAMES + HOST_POLICY_NAMES
 
     def test_settings_cannot_be_changed_afterwards(self) -> None:
         config = PrefetchConfig.from_mapping({"slots_per_layer": 8})
@@ -112,7 +112,7 @@ class TestRefused:
         ("key", "value", "words"),
         [
             ("mode", "fast", "must be one of auto, full, segmented, eager, got 'fast'"),
-            ("policy", "lur", "is 'lur', choose one of lru, lfru; did you mean 'lru'?"),
+            ("policy", "lur", "is 'lur', choose one of lru, lfru, forecast; did you mean 'lru'?"),
             ("policy", "random", "is 'random', choose one of lru, lfru"),
             ("policy", 3, "should be a valid string, got 3"),
             ("predictor", "oracle", "is 'oracle', choose one of "),
