@@ -157,6 +157,9 @@ class Scheduler:
     def seal(self) -> None:
         """Called once, after the last `add_layer` and before the first step."""
 
+    def warm_up(self, top_k: int) -> None:
+        """Prepare what would otherwise be made during a step. Nothing, on the host."""
+
     def attach_prefetcher(self, prefetcher: HostPrefetcher) -> None:
         """Predict from now on. Once, after `seal`; the scheduler closes it.
 

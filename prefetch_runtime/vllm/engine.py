@@ -108,6 +108,10 @@ class PrefetchEngine:
         if self.scheduler.needs_guesses:
             self.check_gates()
 
+    def warm_up(self) -> None:
+        """Called once the model is loaded, before vLLM warms up and captures its graphs."""
+        self.scheduler.warm_up(self._top_k)
+
     def check_gates(self) -> None:
         """Raise ConfigError unless every MoE layer's router was found."""
         if None in self._gates or not self._gates:

@@ -78,6 +78,8 @@ class PrefetchWorker(BaseWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, then forget what the warm-up routed: its tokens were not real."""
+        if self.prefetch_engine is not None:
+            self.prefetch_engine.warm_up()
         times = super().compile_or_warm_up_model()
         if self.prefetch_engine is not None:
             self.prefetch_engine.scheduler.reset()

@@ -1,0 +1,138 @@
+"""The device scheduler on a CPU device: the host's decisions, made by interpreted kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from predictors import PredictorShape, create_predictor
+from prefetch_runtime.audit import audit
+from prefetch_runtime.copier import HostCopier
+from prefetch_runtime.device_scheduler import DeviceScheduler
+from prefetch_runtime.host_store import HostStore, RecordLayout
+from prefetch_runtime.scheduler import Scheduler
+from prefetch_runtime.slot_buffers import SlotBuffers
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 2, 12, 5, 2
+LAYOUT = RecordLayout.from_tensors(
+    {"w13_weight": ((6, 4), torch.float32), "w2_weight": ((5,), torch.bfloat16)}
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="without interpreter these kernels need device memory"
+)
+
+
+def _build(kind: type[Scheduler], *, policy: str = "lru", experts: int = NUM_EXPERTS) -> Scheduler:
+    store = HostStore(pinning=False)
+    scheduler = kind(
+        copier=HostCopier(), host_store=store, device=CPU, policy=policy, id_for_padding=0
+    )
+    for layer_idx in range(NUM_LAYERS):
+        layer = store.add_layer(layer_idx, experts, LAYOUT)
+        for name in ("w13_weight", "w2_weight"):
+            tensor = layer.tensor(name)
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7)))
+        scheduler.add_layer(
+            layer_idx, f"layer {layer_idx}", layer, SlotBuffers(NUM_SLOTS, LAYOUT, CPU)
+        )
+    scheduler.seal()
+    return scheduler
+
+
+def _device(**more: object) -> DeviceScheduler:
+    scheduler = _build(DeviceScheduler, **more)  # type: ignore[arg-type]
+    assert isinstance(scheduler, DeviceScheduler)
+    return scheduler
+
+
+def _ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru"])
+def test_it_decides_what_the_host_decides(policy: str) -> None:
+    host, device = _build(Scheduler, policy=policy), _device(policy=policy)
+    chosen = np.random.default_rng(1)
+    for _ in range(15):
+        host.begin_step()
+        device.begin_step()
+        for layer_idx in range(NUM_LAYERS):
+            rows = [chosen.choice(NUM_EXPERTS, TOP_K, replace=False) for _ in range(2)]
+            ids = torch.from_numpy(np.stack(rows).astype(np.int32))
+            assert torch.equal(host.fetch(layer_idx, ids), device.fetch(layer_idx, ids))
+        assert audit(device) == []
+    for ours, theirs in zip(device.stats().layers, host.stats().layers, strict=True):
+        for counter in ("hits", "misses", "evictions", "bytes_copied"):
+            assert getattr(ours, counter) == getattr(theirs, counter)
+    assert device.stats().total("evictions") > 0
+
+
+def test_padding_costs_nothing() -> None:
+    device = _device()
+    padding = torch.tensor([3, -1], dtype=torch.int64)
+    device.fetch(0, _ids([1, 2], [7, 8]), padding=padding)
+    assert device.stats().layers[0].misses == 2
+
+
+def test_a_wrong_entry_in_the_device_table_is_caught() -> None:
+    device = _device()
+    device.fetch(0, _ids([1, 2]))
+    slots = device.table.mapping[0]
+    slots[[1, 2]] = slots[[2, 1]]
+    problems = audit(device)
+    assert any("should hold expert 1" in problem for problem in problems)
+    assert any("but in slot" in problem for problem in problems)
+
+
+def test_a_fill_that_never_ran_is_caught() -> None:
+    device = _device()
+    for tensor in device.slot_buffers(0).tensors.values():
+        tensor.fill_(0)
+    device.table.advance()
+    device.table.resolve(0, _ids([1, 2]))
+    assert any("bytes of w13_weight differ" in problem for problem in audit(device))
+
+
+def test_warming_up_leaves_an_empty_cache() -> None:
+    device = _device()
+    device.warm_up(TOP_K)
+    stats = device.stats()
+    assert (device.table.mapping < 0).all()
+    assert stats.total("hits") + stats.total("misses") == 0
+    assert int(device.table.step.item()) == 1
+
+
+def test_a_step_fits_only_if_any_routing_would() -> None:
+    device = _device()
+    assert device.fits(0, _ids([1, 1], [1, 1]))
+    assert not device.fits(0, _ids([1, 1], [1, 1], [1, 1]))
+    assert device.most_tokens_at_once(TOP_K) == 2
+
+
+def test_layers_of_two_sizes_are_refused() -> None:
+    store = HostStore(pinning=False)
+    scheduler = DeviceScheduler(copier=HostCopier(), host_store=store, device=CPU)
+    for layer_idx, experts in enumerate((8, 12)):
+        layer = store.add_layer(layer_idx, experts, LAYOUT)
+        scheduler.add_layer(layer_idx, "", layer, SlotBuffers(NUM_SLOTS, LAYOUT, CPU))
+    with pytest.raises(ValueError, match="the same number of experts and slots in every MoE layer"):
+        scheduler.seal()
+
+
+def test_a_forecast_is_brought_in_before_its_demand() -> None:
+    device = _device()
+    shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    device.predict_on_device(create_predictor("next_gate", shape), budget_bytes=None)
+    device.fetch(0, _ids([1, 2]), guesses=lambda: torch.tensor([[9, 3, 4]]))
+    device.fetch(1, _ids([9, 5]))
+    layer = device.stats().layers[1]
+    assert (layer.hits, layer.misses, layer.prefetched, layer.prefetch_used) == (1, 1, 3, 1)
+    assert audit(device) == []
+
+
+def test_a_predictor_without_kernels_is_refused() -> None:
+    device = _device()
+    shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    with pytest.raises(ValueError, match="'transition' has no kernels; mode 'full' takes"):
+        device.predict_on_device(create_predictor("transition", shape), budget_bytes=None)
