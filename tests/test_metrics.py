@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import re
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 import prefetch_runtime
-from prefetch_runtime import metrics
+from prefetch_runtime import cli, metrics
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE, ConfigError
 from prefetch_runtime.metrics import (
     COUNTERS,
@@ -616,3 +619,30 @@ def test_the_page_lists_every_series_once_with_its_labels() -> None:
     labels |= {PREFIX + s.name: "`layer`, `kind`" for s in LAYER_COUNTERS if s.kind}
     labels[PREFIX + INFO.name] = "`version`, `mode`, `policy`"
     assert {name: told.strip() for name, told in rows} == labels
+
+
+def test_the_command_on_the_page_starts_a_server_with_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    (command,) = re.findall(r"^ +prefetch-runtime (serve .*)$", page, re.MULTILINE)
+    executed: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, arguments: executed.append(arguments))
+    monkeypatch.setattr(sys, "argv", ["prefetch-runtime", *shlex.split(command)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None)
+    assert executed[0][2:5] == ["prefetch_runtime.vllm.serve", "--metrics", "serve"]
+    assert json.loads(executed[0][-1])["prefetch_runtime"]["metrics"] is True
+
+
+def test_without_the_option_a_server_has_no_folder_for_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executed: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, arguments: executed.append(arguments))
+    options = ["--moe-expert-cache-size", "8"]
+    monkeypatch.setattr(sys, "argv", ["prefetch-runtime", "serve", "Qwen/Qwen3-30B-A3B", *options])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "--metrics" not in executed[0]
