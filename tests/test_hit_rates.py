@@ -88,6 +88,10 @@ class TestBatches:
         assert _qwen(batch=2).demand(64).demanded == pytest.approx(8 + 8 * 120 / 128)
         assert _qwen(batch=4000).demand(64).demanded == pytest.approx(128)
 
+    def test_a_step_too_wide_for_the_slots_hits_no_more_than_their_share(self) -> None:
+        assert _qwen(batch=8).demand(51).hit_rate == pytest.approx(51 / 128)  # demands 51.6
+        assert _qwen(batch=8).demand(52).hit_rate > 0.5
+
     def test_all_slots_miss_nothing(self) -> None:
         assert _qwen(batch=8).demand(128).absent == 0
 

@@ -98,6 +98,10 @@ class TestLayers:
         added = dense * (3 * 6144 - 128) * 2048 * 2
         assert sizes.dense_bytes - every.dense_bytes == added
 
+    def test_the_first_of_every_two_layers_is_the_dense_one(self) -> None:
+        config = {**QWEN3_30B.config, "decoder_sparse_step": 2, "num_hidden_layers": 47}
+        assert model_sizes(config).num_moe_layers == 23
+
     def test_no_layer_with_experts_is_an_error(self) -> None:
         with pytest.raises(ModelError, match="no layer has them"):
             model_sizes({**QWEN3_30B.config, "first_k_dense_replace": 48})
