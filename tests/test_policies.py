@@ -193,6 +193,14 @@ def test_forecast_remembers_uses_while_an_expert_is_absent() -> None:
 
 def test_forecast_counts_a_prefetch_as_new_but_not_as_a_use() -> None:
     table = SlotTable(8, 4, create_policy("forecast"))
+    table.plan([0, 5], 1)
+    table.clear()
+    table.plan([5], 1)
+    table.plan([1, 2, 3, 4], 2)  # 5 has been used, and is gone
+    table.reserve([5], 100, 1)
+    table.commit([5], 100)
+    assert table.score[table.mapping[5]] == 100 * UNITS_PER_STEP
+    table.clear()
     table.plan([0], 1)
     table.reserve([5], 1, 1)
     table.commit([5], 1)

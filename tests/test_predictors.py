@@ -169,7 +169,8 @@ def test_transition_pairs_only_experts_of_the_same_token_and_step() -> None:
     predictor.observe(1, _ids([4, -1], [5, 6]))
     pairs = {tuple(pair) for pair in np.argwhere(predictor.counts[0]).tolist()}
     assert pairs == {(0, 4), (1, 4), (2, 5), (2, 6)}
-    predictor.observe(0, _ids([7, 7]))  # a new step
+    predictor.observe(0, _ids([7, 7], [7, 7]))  # a new step, of which layer 1 is not shown
+    predictor.observe(2, _ids([3, 3], [3, 3]))
     assert predictor.counts[1].sum() == 0
 
 

@@ -37,6 +37,7 @@ class Forecast(EvictionPolicy):
         self._demand: list[IntArray] = []  # of the running step, in parts
         self._previous = np.empty(0, dtype=np.int32)
         self._missed = np.zeros(num_experts, dtype=np.bool_)
+        self._gain: npt.NDArray[np.float32] | None = None  # of the present demand, once computed
 
     def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
         self._hear(expert_ids, now)
@@ -93,12 +94,14 @@ class Forecast(EvictionPolicy):
             self._previous = demand
             self._demand.clear()
         self._demand.append(expert_ids)
+        self._gain = None
 
     def _foretold(self) -> npt.NDArray[np.float32]:
         """[experts]: how much likelier than usual each is in the next step, summed."""
-        usual = self._steps / max(self._all_steps, 1.0)
-        ids = np.concatenate(self._demand) if self._demand else self._previous
-        seen = self._steps[ids, None]
-        likely = (self._followed[ids] + _PRIOR_STEPS * usual) / (seen + _PRIOR_STEPS)
-        foretold: npt.NDArray[np.float32] = (likely - usual).sum(axis=0)
-        return foretold
+        if self._gain is None:
+            usual = self._steps / max(self._all_steps, 1.0)
+            ids = np.concatenate(self._demand) if self._demand else self._previous
+            evidence = self._followed[ids] + _PRIOR_STEPS * usual
+            likely = evidence / (self._steps[ids, None] + _PRIOR_STEPS)
+            self._gain = np.add.reduce(likely, axis=0) - ids.size * usual
+        return self._gain
