@@ -355,7 +355,7 @@ class TestDoctor:
 
     def _machine(self, **versions: str | None) -> Machine:
         gpu = GpuFacts(
-            name="NVIDIA H200 [1g]",
+            name="NVIDIA H200 [red]",
             total_bytes=140 * 2**30,
             free_bytes=139 * 2**30,
             compute_capability="9.0",
@@ -380,7 +380,7 @@ class TestDoctor:
         assert ran.status == 0
         _narrow(ran.out)
         for part in (
-            "NVIDIA H200 [1g], compute capability 9.0",
+            "NVIDIA H200 [red], compute capability 9.0",
             "54.3 GB/s, measured",
             "580.65.06",
             "RLIMIT_MEMLOCK 8.00 MiB",
