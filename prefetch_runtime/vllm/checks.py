@@ -86,6 +86,21 @@ def _why_not_full(vllm_config: VllmConfig) -> str | None:
     return None
 
 
+def check_full_graphs_left(cudagraph_mode: CUDAGraphMode | None) -> None:
+    """Called once vLLM has asked its attention backends what they can capture.
+
+    Raises:
+        UnsupportedError: no FULL graphs are left, which `full` mode would not be told.
+    """
+    if cudagraph_mode is None or not cudagraph_mode.has_full_cudagraphs():
+        left = None if cudagraph_mode is None else cudagraph_mode.name
+        raise UnsupportedError(
+            f"{spelled('mode')} 'full' decodes as one CUDA graph, but the attention backend that "
+            f"vLLM chose cannot be captured so (cudagraph_mode is {left} now); choose another "
+            "--attention-backend, or use 'eager' or 'auto'"
+        )
+
+
 def check_slots(
     num_slots: int, *, top_k: int, num_experts: int, layer_name: str, asked: str
 ) -> None:

@@ -241,16 +241,14 @@ class PrefetchEngine:
     def padding(self, num_tokens: int) -> torch.Tensor | None:
         """Which of a call's rows belong to no token, as `Scheduler.fetch` takes it.
 
-        vLLM pads batches to the size of a captured graph. Its V2 runner marks those rows; the V1
-        runner gives them a negative place in the KV cache. Both tensors have fixed addresses.
+        vLLM pads batches to the size of a captured graph, and gives such rows a negative place in
+        the KV cache. Both of its runners keep that tensor at one address, for captures and replays
+        alike, and depend on it themselves. (The V2 runner's `is_padding` says the same, but from
+        0.32 on only under VLLM_MOE_SKIP_PADDING; without it every row stays marked as padding.)
         """
         if not self._pads or not is_forward_context_available():
             return None
-        context = get_forward_context()
-        is_padding: torch.Tensor | None = context.is_padding
-        if is_padding is not None:
-            return is_padding[:num_tokens]
-        slot_mapping = context.slot_mapping
+        slot_mapping = get_forward_context().slot_mapping
         if not isinstance(slot_mapping, dict) or not slot_mapping:
             return None
         kv_slots: torch.Tensor = next(iter(slot_mapping.values()))

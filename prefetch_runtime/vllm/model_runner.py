@@ -6,7 +6,7 @@ from typing import Any
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.scheduler import Scheduler
-from prefetch_runtime.vllm.checks import check_layers_are_ours
+from prefetch_runtime.vllm.checks import check_full_graphs_left, check_layers_are_ours
 from prefetch_runtime.vllm.engine import PrefetchEngine
 from prefetch_runtime.vllm.graph_sizes import limit_v1_graphs, limit_v2_graphs
 from prefetch_runtime.vllm.routed_experts import PrefetchRoutedExperts
@@ -35,9 +35,13 @@ class PrefetchModelRunner:
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM decides here which batch sizes it captures; V2 keeps the list in its manager."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        engine = self.prefetch_engine
+        if engine.mode == "full" and engine.device.type == "cuda":
+            compilation = self.compilation_config  # type: ignore[attr-defined]
+            check_full_graphs_left(compilation.cudagraph_mode)
         manager = getattr(self, "cudagraph_manager", None)
         if manager is not None:
-            limit_v2_graphs(manager, self.prefetch_engine)
+            limit_v2_graphs(manager, engine)
         return result
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
