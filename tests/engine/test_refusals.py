@@ -82,7 +82,10 @@ class TestSettings:
             ({"slots_per_layer": "eight"}, "or 'auto', got 'eight'"),
             ({"slots_per_layer": "8"}, "or 'auto', got '8'"),
             ({"slots_per_layer": 8, "policy": "lur"}, "did you mean 'lru'?"),
-            ({"slots_per_layer": 8, "metrics": True}, "variable PROMETHEUS_MULTIPROC_DIR: the worker"),
+            (
+                {"slots_per_layer": 8, "metrics": True},
+                "variable PROMETHEUS_MULTIPROC_DIR: the worker",
+            ),
             (8, "must be an object such as"),
         ],
         ids=str,
