@@ -1,9 +1,16 @@
 """Marks are asked of the device once, here, for tests and benchmarks alike."""
 
 import os
+import signal
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """A run in the background of a script ignores Ctrl-C, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
