@@ -77,16 +77,17 @@ class DeviceScheduler(Scheduler):
         records = RecordTable([self._records_of(layer) for layer in layers], device=self._device)
         self._demand_fill = ExpertFill(self._table, records)
 
-    def warm_up(self, top_k: int) -> None:
-        """Compile the kernels for every size that a step may have, so that no request waits for
-        it. Empties the cache. Before the first real step, and before anything is captured."""
-        most = self.most_tokens_at_once(top_k)
+    def warm_up(self, top_k: int, max_tokens: int) -> None:
+        """Compile the kernels for every size that a step of up to `max_tokens` may have, so that no
+        request waits for it. Empties the cache. Before the first real step, and before anything is
+        captured."""
+        most = min(self.most_tokens_at_once(top_k), max_tokens)
         num_tokens = 1
         while num_tokens <= most:
             ids = torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=self._device)
-            # Both ways in which vLLM's runners mark padding, and none.
+            # With vLLM's mark of padding, and without, as while it profiles.
             kv_slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
-            for padding in (None, kv_slots, kv_slots < 0):
+            for padding in (None, kv_slots):
                 self.fetch(0, ids, padding=padding)
             num_tokens *= 2
         nothing = self._row_of_ids(np.empty(0, dtype=np.int32))

@@ -157,7 +157,7 @@ class Scheduler:
     def seal(self) -> None:
         """Called once, after the last `add_layer` and before the first step."""
 
-    def warm_up(self, top_k: int) -> None:
+    def warm_up(self, top_k: int, max_tokens: int) -> None:
         """Prepare what would otherwise be made during a step. Nothing, on the host."""
 
     def attach_prefetcher(self, prefetcher: HostPrefetcher) -> None:

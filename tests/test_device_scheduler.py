@@ -96,7 +96,7 @@ def test_a_fill_that_never_ran_is_caught() -> None:
 
 def test_warming_up_leaves_an_empty_cache() -> None:
     device = _device()
-    device.warm_up(TOP_K)
+    device.warm_up(TOP_K, 16)
     stats = device.stats()
     assert (device.table.mapping < 0).all()
     assert stats.total("hits") + stats.total("misses") == 0

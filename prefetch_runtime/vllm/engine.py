@@ -110,7 +110,8 @@ class PrefetchEngine:
 
     def warm_up(self) -> None:
         """Called once the model is loaded, before vLLM warms up and captures its graphs."""
-        self.scheduler.warm_up(self._top_k)
+        most = self._vllm_config.scheduler_config.max_num_batched_tokens
+        self.scheduler.warm_up(self._top_k, most)
 
     def check_gates(self) -> None:
         """Raise ConfigError unless every MoE layer's router was found."""
