@@ -41,6 +41,21 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         )
 
 
+def check_declared_slots(vllm_config: VllmConfig, config: PrefetchConfig) -> None:
+    """`check_slots` before anything is loaded, as far as the model's config tells its sizes."""
+    model = vllm_config.model_config
+    num_experts = model.get_num_experts()
+    top_k = getattr(model.hf_text_config, "num_experts_per_tok", None)
+    if isinstance(config.slots_per_layer, int) and config.slots_per_layer and num_experts:
+        check_slots(
+            config.slots_per_layer,
+            top_k=top_k if isinstance(top_k, int) else 1,
+            num_experts=num_experts,
+            layer_name=f"each MoE layer of {model.model}",
+            asked=f"{spelled('slots_per_layer')} {config.slots_per_layer}",
+        )
+
+
 def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["full", "eager"]:
     """The mode that runs: what was asked for; "auto" is `eager`, the one proved exact on GPUs.
 

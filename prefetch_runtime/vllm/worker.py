@@ -16,6 +16,7 @@ from prefetch_runtime.trace import save_trace
 from prefetch_runtime.vllm import routed_experts
 from prefetch_runtime.vllm.checks import (
     UnsupportedError,
+    check_declared_slots,
     check_vllm_config,
     choose_mode,
     prepare_compilation,
@@ -45,6 +46,7 @@ class PrefetchWorker(BaseWorker):
         self.prefetch_config = PrefetchConfig.from_additional_config(vllm_config.additional_config)
         if self.prefetch_config.enabled:
             check_vllm_config(vllm_config)
+            check_declared_slots(vllm_config, self.prefetch_config)
             if self.prefetch_config.metrics:
                 check_multiprocess_mode()
             self.prefetch_mode = self._choose_mode(vllm_config)
@@ -91,8 +93,10 @@ class PrefetchWorker(BaseWorker):
         """Shut down, the cache last: vLLM's graphs hold addresses of its slots."""
         if self.prefetch_metrics is not None:
             self.prefetch_metrics.close()
-        super().shutdown()
-        self._close_cache()
+        try:
+            super().shutdown()
+        finally:
+            self._close_cache()
 
     def _close_cache(self) -> None:
         if self.prefetch_engine is not None:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.reference import differences
 from prefetch_runtime.stats import RuntimeStats
-from tests.engine.conftest import BATCHES, LAYERS
+from tests.engine.conftest import BATCHES, LAYERS, MODEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -163,13 +163,13 @@ def test_calls_that_would_break_the_cache_are_refused(
         (
             "too-few",
             "ConfigError: 'slots_per_layer' (--moe-expert-cache-size) 3 gives 3 slots to "
-            "model.layers.0.mlp.experts, but one token needs 4 experts at once; "
+            f"each MoE layer of {MODEL}, but one token needs 4 experts at once; "
             "set 'slots_per_layer' (--moe-expert-cache-size) between 4 and 32",
         ),
         (
             "too-many",
             "ConfigError: 'slots_per_layer' (--moe-expert-cache-size) 33 asks for 33 slots, but "
-            "model.layers.0.mlp.experts has only 32 experts; "
+            f"each MoE layer of {MODEL} has only 32 experts; "
             "set 'slots_per_layer' (--moe-expert-cache-size) between 4 and 32",
         ),
     ],
