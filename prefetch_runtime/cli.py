@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,7 +18,7 @@ from prefetch_runtime import __version__, cli_plan, cli_trace
 from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
-from prefetch_runtime.offline import WORKER_CLS, GenerationError, generate
+from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
 
@@ -120,6 +121,10 @@ def serve(
     metrics: MetricsOption = None,
 ) -> None:
     """Start `vllm serve` with the expert cache."""
+    if model.startswith("-"):
+        raise ConfigError(
+            f"give the model first: prefetch-runtime serve MODEL [options]; {model!r} is no model"
+        )
     passed_on = list(context.args)
     given = _settings(
         slots_per_layer=slots,
@@ -137,6 +142,11 @@ def serve(
     settings = {**(additional.get(ADDITIONAL_CONFIG_KEY) or {}), **given}
     config = PrefetchConfig.from_mapping(settings)
     _check_model(model, config)
+    if given and not config.enabled and slots is None:
+        raise ConfigError(
+            f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
+            f"{spelled('slots_per_layer')}"
+        )
     command = [sys.executable, "-m", "prefetch_runtime.vllm.serve"]
     if config.enabled and config.metrics:
         command.append("--metrics")
@@ -233,7 +243,7 @@ def generate_command(
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
-    log.unlink(missing_ok=True)
+    empty_log(log)
     with err.status("starting vLLM"):
         result = generate(
             model,
@@ -346,8 +356,14 @@ app.command()(cli_plan.plan)
 app.command()(cli_plan.doctor)
 
 
+def _terminated(number: int, frame: object) -> NoReturn:  # noqa: ARG001 (signal's arguments)
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Run the command; what the user can mend ends in one line and exit status 2 (1: engine)."""
+    # An engine that a command has started must not outlive it.
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         app()
     except (ConfigError, ModelError, TraceError) as error:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefetch_runtime.config import ConfigError, PrefetchConfig
-from prefetch_runtime.offline import generate
+from prefetch_runtime.offline import empty_log, generate
 from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
@@ -19,6 +19,10 @@ from prefetch_runtime.simulate import (
     to_json,
 )
 from prefetch_runtime.trace import TraceError, load_trace
+
+MAX_MIB = 1 << 20
+MIN_GBS, MAX_GBS = 1e-3, 1e6
+MAX_EXPERTS = 1 << 15  # ids of a trace are int16
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -49,7 +53,7 @@ def trace(
         options["max_model_len"] = max_model_len
     if not output.resolve().parent.is_dir():
         raise ConfigError(f"--out: there is no folder {output.resolve().parent}")
-    log.unlink(missing_ok=True)
+    empty_log(log)
     with err.status("generating"):
         result = generate(
             model,
@@ -76,7 +80,9 @@ def trace(
 def simulate(
     trace_file: Annotated[Path, typer.Option("--trace", help="A recorded trace (.npz).")],
     slots: Annotated[str, typer.Option(help="Slots per layer, comma separated.")] = "8,16",
-    policy: Annotated[str, typer.Option(help="lru, lfru or belady, comma separated.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="lru, lfru, forecast or belady, comma separated.")
+    ] = "lru",
     predictor: Annotated[
         str,
         typer.Option(
@@ -94,7 +100,8 @@ def simulate(
         int | None, typer.Option(min=1, help="Regroup the trace into steps of so many sequences.")
     ] = None,
     num_experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts per layer, if the trace does not say.")
+        int | None,
+        typer.Option(min=1, max=MAX_EXPERTS, help="Experts per layer, if the trace does not say."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
     plot_file: Annotated[
@@ -102,6 +109,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Replay a trace through the cache's own slots, policies and predictors, on a modelled link."""
+    if not MIN_GBS <= link_gbs <= MAX_GBS:
+        raise ConfigError(f"--link-gbs must be between {MIN_GBS} and {MAX_GBS}, got {link_gbs}")
     try:
         recorded = load_trace(trace_file, num_experts=num_experts)
     except OSError as error:
@@ -112,10 +121,10 @@ def simulate(
         settings = SimulationSettings(
             num_slots=recorded.top_k,
             link_gbs=link_gbs,
-            expert_bytes=int(expert_mib * 2**20),
+            expert_bytes=_bytes("--expert-mib", expert_mib),
             compute_us=compute_us,
             widen=widen,
-            budget_bytes=None if budget_mib is None else int(budget_mib * 2**20),
+            budget_bytes=None if budget_mib is None else _bytes("--budget-mib", budget_mib),
         )
         results = simulate_grid(
             recorded,
@@ -135,10 +144,19 @@ def simulate(
             raise ConfigError(
                 "--plot needs matplotlib; pip install 'prefetch-runtime[plot]'"
             ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot: cannot draw into {plot_file}: {error}") from None
     if as_json:
         typer.echo(json.dumps(json.loads(to_json(results))))
         return
     out.print(_table(results))
+
+
+def _bytes(option: str, mebibytes: float) -> int:
+    """Bytes of a size in MiB, up to a tebibyte."""
+    if not 0 <= mebibytes <= MAX_MIB:
+        raise ConfigError(f"{option} must be between 0 and {MAX_MIB} MiB, got {mebibytes}")
+    return int(mebibytes * 2**20)
 
 
 def _integers(option: str, text: str) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefetch_runtime.offline import WORKER_CLS, Generation, generate
+from prefetch_runtime.offline import WORKER_CLS, Generation, empty_log, generate
 
 PROMPTS = (
     "import torch\nimport torch.nn as nn\n\nclass",
@@ -63,7 +63,7 @@ def run_demo(
     Raises:
         GenerationError: one of the runs failed.
     """
-    log.unlink(missing_ok=True)
+    empty_log(log)
     options = {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True, "seed": 0}
 
     def go(settings: dict[str, int] | None) -> Generation:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY
+from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from prefetch_runtime.stats import RuntimeStats
 
 WORKER_CLS = "prefetch_runtime.vllm.PrefetchWorker"
@@ -93,6 +93,21 @@ def generate(
         None if stats is None else RuntimeStats.from_dict(stats),
         result["rpc"],
     )
+
+
+def empty_log(path: Path) -> None:
+    """Make an empty log file, in the place of an older one. Never touches what is no plain file.
+
+    Raises:
+        ConfigError: something else is there, or the file cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--log: {path} is no plain file; name another one")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("wb").close()
+    except OSError as error:
+        raise ConfigError(f"--log: cannot write {path}: {error.strerror}") from None
 
 
 def _run(spec: Mapping[str, Any], log: Path) -> dict[str, Any]:

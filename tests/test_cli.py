@@ -384,7 +384,7 @@ class TestGenerate:
         assert call["settings"] == {"slots_per_layer": 8}
         assert call["max_tokens"] == 5
         assert call["engine_options"] == {"enforce_eager": True, "max_model_len": 100}
-        assert not log.exists()
+        assert log.read_bytes() == b""  # the earlier one is gone
 
     def test_compilation_is_asked_for_by_an_option(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -467,3 +467,47 @@ class TestHelp:
 
     def test_version(self, run: Callable[..., Ran]) -> None:
         assert run("--version").out == f"prefetch-runtime {prefetch_runtime.__version__}\n"
+
+
+class TestServeOrder:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--additional-config", '{"prefetch_runtime": {"slots_per_layer": 8}}', TINY],
+            ["--enforce-eager", TINY, "--moe-expert-cache-size", "8"],
+        ],
+    )
+    def test_an_option_before_the_model_is_refused(
+        self, arguments: list[str], run: Callable[..., Ran]
+    ) -> None:
+        ran = run("serve", *arguments)
+        assert ran.status == 2
+        assert "give the model first: prefetch-runtime serve MODEL [options]" in ran.err
+
+    def test_a_setting_of_a_cache_that_is_off_is_refused(self, run: Callable[..., Ran]) -> None:
+        ran = run("serve", TINY, "--eviction-policy", "lfru")
+        assert ran.status == 2
+        assert (
+            "the expert cache is off, so 'policy' (--eviction-policy) would do nothing" in ran.err
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--expert-mib", "inf"),
+        ("--expert-mib", "nan"),
+        ("--budget-mib", "1e300"),
+        ("--link-gbs", "1e-320"),
+        ("--plot", "/nonexistent/x.png"),
+        ("--plot", "x.bogus"),
+    ],
+)
+def test_simulate_names_the_option_that_cannot_be(
+    option: str, value: str, run: Callable[..., Ran]
+) -> None:
+    trace = str(Path(TINY).parent / "tiny-moe-trace.npz")
+    ran = run("simulate", "--trace", trace, "--slots", "8", option, value)
+    assert ran.status == 2
+    assert option in ran.err
+    assert "Traceback" not in ran.err

@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,10 @@ from typing import Any
 import pytest
 
 from prefetch_runtime import offline
-from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError, generate
+from prefetch_runtime.config import ConfigError
+from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError, empty_log, generate
+
+ROOT = Path(__file__).resolve().parents[1]
 
 PRELUDE = "import json, os, sys\nspec = json.load(open(sys.argv[1]))\n"
 ECHO = """
@@ -127,3 +134,49 @@ def test_a_failed_engine_is_an_error_that_says_why(
         _generate(log)
     assert message in str(error.value)
     assert str(log) in str(error.value)
+
+
+def test_a_log_is_emptied_and_nothing_but_a_plain_file_is_touched(tmp_path: Path) -> None:
+    log = tmp_path / "new" / "engine.log"
+    empty_log(log)
+    log.write_text("of an earlier run")
+    empty_log(log)
+    assert log.read_bytes() == b""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, tmp_path):
+        with pytest.raises(ConfigError, match="is no plain file; name another one"):
+            empty_log(path)
+    assert fifo.exists()
+    with pytest.raises(ConfigError, match="--log: cannot write"):
+        empty_log(log / "below")
+
+
+def test_a_command_that_is_terminated_takes_its_engine_along(tmp_path: Path) -> None:
+    child = tmp_path / "engine.py"
+    child.write_text("import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n")
+    script = (
+        "import sys; from pathlib import Path; import prefetch_runtime.offline as o;"
+        "from prefetch_runtime import cli;"
+        f"o.SCRIPT = Path({str(child)!r});"
+        "sys.argv = ['prefetch-runtime', 'generate', 'models/tiny-moe', '-p', 'a', '--log', "
+        f"{str(tmp_path / 'log')!r}]; cli.main()"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=ROOT)
+    try:
+        log = tmp_path / "log"
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text().strip()):
+            assert time.monotonic() < deadline
+            assert command.poll() is None
+            time.sleep(0.05)
+        engine = int(log.read_text())
+        command.terminate()
+        assert command.wait(30) == 128 + signal.SIGTERM
+    finally:
+        command.kill()
+        command.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+    assert not list(tmp_path.glob("prefetch-runtime-*"))

@@ -210,7 +210,9 @@ class PrefetchEngine:
     def _slots_within(self, budget_bytes: float, store: LayerStore) -> int:
         """Slots per layer, the same for all, that fit a budget for all layers together."""
         per_slot = sum(layer.layout.payload_bytes for layer in self.host_store.layers)
-        return min(int(budget_bytes // per_slot), store.num_experts)
+        if budget_bytes >= per_slot * store.num_experts:
+            return store.num_experts
+        return int(budget_bytes // per_slot)
 
     def _auto_bytes(self) -> float:
         """The budget of 'auto'; decided once, at the first layer, before any slot is allocated."""
