@@ -44,9 +44,7 @@ CacheGib = Annotated[
     float | None,
     typer.Option("--moe-expert-cache-gib", help="The same as a total over all layers, in GiB."),
 ]
-ModeOption = Annotated[
-    str | None, typer.Option("--prefetch-mode", help="auto, full, segmented or eager.")
-]
+ModeOption = Annotated[str | None, typer.Option("--prefetch-mode", help="auto, full or eager.")]
 PolicyOption = Annotated[
     str | None,
     typer.Option("--eviction-policy", help="Which slot a newcomer takes: lru, lfru, forecast."),
@@ -75,6 +73,10 @@ MetricsOption = Annotated[
 def _settings(**given: Any) -> dict[str, Any]:
     """The options that were given, checked, under their names in `--additional-config`."""
     settings = {key: value for key, value in given.items() if value is not None}
+    if settings.get("mode") == "segmented":
+        raise ConfigError(
+            f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
+        )
     if "slots_per_layer" in settings:
         # Left as text where it is no number: the message of the check names what was given.
         with suppress(ValueError):
@@ -298,19 +300,18 @@ def stats_table(stats: RuntimeStats) -> Table:
         title=f"expert cache: mode {stats.mode}, policy {stats.policy}, "
         f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB",
         box=SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
+        padding=0,
     )
     counters = ["hits", "misses", "evictions", "waves"]
     if stats.total("prefetched"):
         counters[2:2] = ["late", "prefetched", "prefetch_used", "prefetch_dropped"]
     short = {
-        "evictions": "evicted",
-        "prefetched": "guessed",
+        "evictions": "evict",
+        "prefetched": "guess",
         "prefetch_used": "used",
-        "prefetch_dropped": "dropped",
+        "prefetch_dropped": "drop",
     }
-    for column in ("layer", "slots", "hit rate", *(short.get(c, c) for c in counters), "MiB"):
+    for column in ("layer", "slots", "hits %", *(short.get(c, c) for c in counters), "MiB"):
         table.add_column(column, justify="right")
 
     def copied(nbytes: int) -> str:

@@ -171,10 +171,10 @@ def _names(text: str) -> list[str]:
 
 
 def _table(results: list[SimulationResult]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0)
     for column in ("slots", "policy", "predictor"):
         table.add_column(column)
-    for column in ("hits", "Belady", "recall", "stall", "step", "useful", "wasted"):
+    for column in ("hits", "Belady", "recall", "stall", "useful", "late", "wasted"):
         table.add_column(column, justify="right")
     for result in results:
         bound = result.belady_hit_rate
@@ -186,9 +186,10 @@ def _table(results: list[SimulationResult]) -> Table:
             "" if bound is None else f"{bound:.1%}",
             f"{result.recall_among_misses:.0%}",
             f"{result.stall_us_per_step:.0f}",
-            f"{result.step_us:.0f}",
-            f"{result.useful_bytes / 2**20:.0f}",
-            f"{result.wasted_bytes / 2**20:.0f}",
+            *(
+                f"{nbytes / 2**20 / result.num_steps:.2f}"
+                for nbytes in (result.useful_bytes, result.late_bytes, result.wasted_bytes)
+            ),
         )
-    table.caption = "stall, step: us a step; useful, wasted: MiB of speculation"
+    table.caption = "a step: us of stall; MiB of speculation useful, late and wasted"
     return table

@@ -114,7 +114,8 @@ def print_sizes(
     )
     if workload.mode == "eager":
         out.print(
-            "This is mode eager, bound by the host; see also --prefetch-mode full, one CUDA graph "
+            "This is mode eager, bound by the host; see also --prefetch-mode full (outputs not yet "
+            "compared on a GPU), one CUDA graph "
             "per step."
         )
     _print_assumptions(planners)
