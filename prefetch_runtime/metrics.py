@@ -125,8 +125,14 @@ class CacheSeries:
         self._seen: dict[tuple[str, int], int] = {}
         self._info: Any = None
 
-    def write(self, stats: RuntimeStats) -> None:
-        """Bring every series to where `stats` is; the first call creates them, at zero."""
+    def write(self, stats: RuntimeStats, read_at: float | None = None) -> None:
+        """Bring every series to where `stats` is; the first call creates them, at zero.
+
+        `read_at`: Unix time before `stats` was read, now by default. It is written last, so that
+        whoever sees it sees counters that are no older.
+        """
+        if read_at is None:
+            read_at = time.time()
         for layer in stats.layers:
             for series in LAYER_COUNTERS:
                 self._advance(series, getattr(layer, series.field), layer.layer_idx)
@@ -141,7 +147,7 @@ class CacheSeries:
                 version=prefetch_runtime.__version__, mode=stats.mode, policy=stats.policy
             )
             self._info.set(1)
-        self._metric(Gauge, SNAPSHOT_TIME, ()).set(time.time())
+        self._metric(Gauge, SNAPSHOT_TIME, ()).set(read_at)
 
     def restarted(self) -> None:
         """The counters of `RuntimeStats` start from zero again; the series go on from where they
@@ -267,9 +273,10 @@ class MetricsPublisher:
             self._thread.join()
 
     def _publish(self) -> None:
+        read_at = time.time()  # before: what happens while it is read may be missing
         stats = self._read()
         if stats is not None:
-            self._series.write(stats)
+            self._series.write(stats, read_at)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):

@@ -98,7 +98,8 @@ class Server:
         while True:
             found = self.scrape()
             if found[1][(PREFIX + "snapshot_timestamp_seconds", ())] > moment:
-                return found
+                # That scrape may have read the counters' file before the time's: the next has not.
+                return self.scrape()
             assert time.monotonic() < deadline, "the counters are not read any more"
             time.sleep(0.1)
 
