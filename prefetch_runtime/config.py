@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from predictors import PREDICTOR_NAMES
+from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES
+
 Mode = Literal["auto", "full", "segmented", "eager"]
 
 ADDITIONAL_CONFIG_KEY = "prefetch_runtime"
@@ -27,8 +30,8 @@ CLI_SPELLING: Mapping[str, str] = {
 METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable naming the folder through which vLLM's processes share their metrics."""
 
-POLICIES = ("lru", "lfru", "forecast")
-PREDICTORS = ("none", "next_gate", "previous_token", "transition", "frequency")
+POLICIES = POLICY_NAMES + HOST_POLICY_NAMES
+PREDICTORS = tuple(name for name in PREDICTOR_NAMES if name != "oracle")  # it knows the future
 
 
 def spelled(key: str) -> str:
