@@ -1,27 +1,34 @@
-"""Compares vLLM engines in one process: the expert cache, vLLM resident, vLLM's own offloader.
+"""Compares vLLM engines: the expert cache, vLLM resident, vLLM's own offloader.
 
     python benchmarks/engines.py --shape qwen3-30b-a3b --layers 48 --engines cache:32,resident,uva
 
+Each engine has a process of its own. Those separated by commas load side by side and are measured
+one at a time, while the others wait; a semicolon ends the first group's processes before the next
+group loads. `resident` and `uva` processes load none of this project.
+
 Measures, per engine: load time; peak device memory while loading and running; bytes of slots and of
 pinned memory; seconds for one prompt of --prompt tokens; milliseconds per decode step at each batch
-size (the time of N+1 tokens less that of 1, over N; median of --repeats). Records the outputs of
---record layers and compares them, bit for bit, with the first `resident` engine's. Weights are
-random, so routing has no locality: hit rates are those of the worst case. Every engine gets the
-same weights from benchmarks/shapes.py. An engine that fails is a row that says why.
+size (--repeats stretches of --new steps after --warm steps; the median stretch), and in the same
+steps hits, bytes over the link, and calls of the host. Records the outputs of --record layers and
+compares them, bit for bit, with the first `resident` engine's. Weights are random, so routing has
+no locality unless --routing brings some. Every engine gets the same weights from
+benchmarks/shapes.py. An engine that fails or exceeds --limit seconds is a row that says why.
 """
 
 import argparse
-import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from reference import LayerRecorder, differences
+from reference import OURS, LayerRecorder, differences
 from shapes import LOAD_FORMAT, register_loader, write_shape
 
 WORKER_CLS = "prefetch_runtime.vllm.PrefetchWorker"
@@ -36,12 +43,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         default="resident,cache:32",
-        help="comma separated: resident, uva[:GiB], cache:SLOTS[:MODE]",
+        help="resident, pieces, uva[:GiB], cache:SLOTS[:MODE[:PREDICTOR]]; commas, semicolons",
     )
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the timed prompt")
     parser.add_argument("--repeats", type=int, default=3, help="the median is shown")
-    parser.add_argument("--new", type=int, default=32, help="decode steps that are timed")
+    parser.add_argument("--new", type=int, default=32, help="decode steps of a timed stretch")
+    parser.add_argument("--warm", type=int, default=8, help="decode steps before those")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds that an engine may take"
+    )
     parser.add_argument("--record", default="0", help="MoE layers whose outputs are compared")
     parser.add_argument("--memory-fraction", type=float, default=1.0, help="for cache engines")
     parser.add_argument("--graphs", action="store_true", help="compile and capture CUDA graphs")
@@ -56,6 +67,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--sizes", default="1,2,4,8", help="captured batch sizes, with --graphs")
     parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
+    parser.add_argument("--after", type=Path, help="load, but measure only once this file exists")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -74,13 +87,15 @@ def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict
     }
     if options.graphs:
         sizes = [int(size) for size in options.sizes.split(",")]
-        llm["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        llm["compilation_config"] = {
+            "cudagraph_capture_sizes": sizes,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+        }
     if not options.model:
         llm |= {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True}
     if name == "cache":
         settings = {"slots_per_layer": int(details[0]), **json.loads(options.settings)}
-        if len(details) > 1:
-            settings["mode"] = details[1]
+        settings |= dict(zip(("mode", "predictor"), details[1:], strict=False))
         worker = "injected_worker.InjectedWorker" if options.routing else WORKER_CLS
         llm |= {"worker_cls": worker, "additional_config": {"prefetch_runtime": settings}}
     elif name == "uva":
@@ -88,10 +103,27 @@ def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict
             "offload_backend": "uva",
             "cpu_offload_gb": float(details[0]) if details else 60.0,
             "cpu_offload_params": {"w13_weight", "w2_weight"},
+            # Kernels read a host weight once for every block of rows: a wide step, such as the one
+            # that vLLM measures memory with, takes minutes.
+            "max_num_batched_tokens": 128,
+            "max_model_len": 1024,
+        }
+    elif name == "pieces":  # as a MoE layer that decides on the host would run: graphs between them
+        if not options.graphs:
+            raise ValueError("engine 'pieces' is made of graphs; add --graphs")
+        llm["compilation_config"] |= {
+            "cudagraph_mode": "PIECEWISE",
+            "splitting_ops": _splitting_ops(),
         }
     elif name != "resident":
         raise ValueError(f"unknown engine {kind!r}")
     return llm
+
+
+def _splitting_ops() -> list[str]:
+    from vllm.config import CompilationConfig
+
+    return [*CompilationConfig._attention_ops, "vllm::moe_forward", "vllm::moe_forward_shared"]
 
 
 def prompts(count: int, length: int) -> list[dict[str, Any]]:
@@ -102,34 +134,33 @@ def prompts(count: int, length: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure(kind: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One engine's row."""
+def child(kind: str, model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """In an engine's own process: what loading took, then, when told to go on, its row."""
     import torch
     from vllm import LLM
 
     is_cache = kind.startswith("cache")
-    torch.cuda.set_per_process_memory_fraction(options.memory_fraction if is_cache else 1.0)
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(options.memory_fraction if is_cache else 1.0)
     row: dict[str, Any] = {"engine": kind}
     started = time.perf_counter()
     llm = LLM(**engine_arguments(kind, model, options))
     try:
-        return row | _measure(llm, kind, options, time.perf_counter() - started)
+        row["load_s"] = time.perf_counter() - started
+        row["peak_load_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        yield row
+        yield row | _measure(llm, kind, options)
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
-def _measure(llm: Any, kind: str, options: argparse.Namespace, load_s: float) -> dict[str, Any]:
+def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from vllm import SamplingParams
 
-    is_cache = kind.startswith("cache")
-    row: dict[str, Any] = {"load_s": load_s}
-    row["peak_load_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if kind.startswith("uva"):
+    is_cache, is_uva = kind.startswith("cache"), kind.startswith("uva")
+    row: dict[str, Any] = {}
+    if is_uva:
         row["offloaded_gib"] = llm.collective_rpc(_offloaded_bytes)[0] / 2**30
 
     def go(batch: list[dict[str, Any]], tokens: int) -> tuple[float, list[list[int]]]:
@@ -140,37 +171,29 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace, load_s: float) ->
         outputs = llm.generate(batch, sampling, use_tqdm=False)
         return time.perf_counter() - start, [list(o.outputs[0].token_ids) for o in outputs]
 
-    def counted(what: str) -> float:
+    def counted() -> dict[str, float]:
+        if not is_cache:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return {}
         stats = llm.collective_rpc("prefetch_stats")[0]
-        return float(sum(layer[what] for layer in stats["layers"]))
+        kinds = ("hits", "misses", "bytes_copied", "bytes_useful", "bytes_late", "bytes_wasted")
+        sums = {kind: sum(layer[kind] for layer in stats["layers"]) for kind in kinds}
+        return {"host_calls": stats["host_calls"], **sums}
 
-    long_prompt = prompts(1, options.prompt)
-    go(long_prompt, 1)
-    copied = counted("bytes_copied") if is_cache else 0.0
-    row["prefill_s"] = min(go(long_prompt, 1)[0] for _ in range(2))
-    if is_cache:
-        row["prefill_gbps"] = (counted("bytes_copied") - copied) / 2 / row["prefill_s"] / 1e9
-    sizes = [int(size) for size in options.batches.split(",")]
-    if kind.startswith("uva"):
-        sizes = sizes[:1]  # half a second a step and more for the others
-    for size in sizes:
-        batch = prompts(size, 64)
-        go(batch, 4)
-        before = (counted("hits"), counted("misses")) if is_cache else (0.0, 0.0)
-        calls = llm.collective_rpc("prefetch_stats")[0]["host_calls"] if is_cache else 0
-        times = []
-        for _ in range(options.repeats):
-            times.append((go(batch, options.new + 1)[0] - go(batch, 1)[0]) / options.new)
-        row[f"ms_step_b{size}"] = statistics.median(times) * 1e3
+    if not is_uva:
+        long_prompt = prompts(1, options.prompt)
+        go(long_prompt, 1)
+        before = counted()
+        row["prefill_s"] = min(go(long_prompt, 1)[0] for _ in range(2))
         if is_cache:
-            hits, misses = counted("hits") - before[0], counted("misses") - before[1]
-            row[f"hit_b{size}"] = hits / max(1.0, hits + misses)
-            # Six generations of this batch: their prompts are run by the host, decode steps that
-            # are replays of one graph are not.
-            calls = llm.collective_rpc("prefetch_stats")[0]["host_calls"] - calls
-            row[f"host_calls_b{size}"] = calls
+            copied = (counted()["bytes_copied"] - before["bytes_copied"]) / 2
+            row["prefill_gbps"] = copied / row["prefill_s"] / 1e9
+    for size in map(int, options.batches.split(",")):
+        steps = decode_steps(llm, prompts(size, 64), options, counted)
+        row |= {f"{name}_b{size}": value for name, value in steps.items()}
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if not kind.startswith("uva"):
+    if options.record and not is_uva:
         row["record"] = record(llm, go, options)
     if is_cache:
         row["stats"] = llm.collective_rpc("prefetch_stats")[0]
@@ -179,6 +202,47 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace, load_s: float) ->
             row[f"{memory}_gib"] = row["stats"][f"{memory}_bytes"] / 2**30
         row["audit"] = llm.collective_rpc("prefetch_audit")[0][:5]
     return row
+
+
+def decode_steps(
+    llm: Any, batch: list[dict[str, Any]], options: argparse.Namespace, counted: Any
+) -> dict[str, float]:
+    """Milliseconds per decode step of a batch, and what was counted in those steps."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    last = options.warm + options.repeats * options.new
+    sampling = SamplingParams(
+        temperature=0.0, ignore_eos=True, max_tokens=last + 2, detokenize=False
+    )
+    for index, prompt in enumerate(batch):
+        engine.add_request(f"{time.monotonic_ns()}-{index}", prompt, sampling)
+    done: dict[str, int] = {}
+
+    def decode(tokens: int) -> None:
+        while len(done) < len(batch) or min(done.values()) < tokens:
+            for output in engine.step():
+                done[output.request_id] = len(output.outputs[0].token_ids)
+
+    decode(options.warm)
+    before, times = counted(), []
+    for index in range(options.repeats):
+        started = time.perf_counter()
+        decode(options.warm + (index + 1) * options.new)
+        times.append((time.perf_counter() - started) / options.new * 1e3)
+    after = counted()
+    while engine.has_unfinished_requests():
+        engine.step()
+    found = {"ms_step": statistics.median(times), "ms_most": max(times)}
+    steps = options.repeats * options.new
+    more = {name: after[name] - before[name] for name in after}
+    if more:
+        found["hit"] = more["hits"] / max(1, more["hits"] + more["misses"])
+        found["mb_step"] = more["bytes_copied"] / steps / 1e6
+        for name in ("useful", "late", "wasted"):
+            found[f"{name}_mb"] = more[f"bytes_{name}"] / steps / 1e6
+        found["host_calls"] = more["host_calls"]
+    return found
 
 
 def record(llm: Any, go: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -217,36 +281,116 @@ def compare(row: dict[str, Any], reference: dict[str, Any]) -> None:
     print(f"SAME {row['engine']}: {not found} ({tokens} tokens, {forwards} outputs)", *found[:5])
 
 
+class Child:
+    """An engine in a process of its own; what it says comes line by line as JSON."""
+
+    def __init__(self, kind: str, model: str, limit_s: float) -> None:
+        self.row: dict[str, Any] = {"engine": kind}
+        environment = {
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_PLUGINS": "",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}@{model}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._timer = threading.Timer(limit_s, self._end, [f"took more than {limit_s:g} s"])
+        self._timer.start()
+
+    def _end(self, why: str) -> None:
+        self.row.setdefault("failed", why)
+        self._process.kill()
+
+    def listen(self) -> None:
+        """Take what the process says next; its end without a word is a failure."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("ROW "):
+                self.row |= json.loads(line[4:])
+                return
+            print(line, end="")
+        self.row.setdefault("failed", f"the process ended with status {self._process.wait()}")
+
+    def go_on(self) -> None:
+        """Measure, unless loading failed."""
+        if "failed" not in self.row:
+            assert self._process.stdin is not None
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+            self.listen()
+
+    def close(self) -> None:
+        """Wait for the end of the process, which frees its memory."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._timer.cancel()
+
+
+def serve_child(of: str, options: argparse.Namespace) -> int:
+    """The other end of `Child`."""
+    kind, _, model = of.partition("@")
+    register_loader()
+    try:
+        for row in child(kind, model, options):
+            if not kind.startswith("cache"):
+                row["ours"] = sorted(name for name in OURS if name in sys.modules)
+            print("ROW", json.dumps(row), flush=True)
+            if not sys.stdin.readline():
+                break
+    except Exception as error:
+        traceback.print_exc()
+        failed = f"{type(error).__name__}: {error}"[:300]
+        print("ROW", json.dumps({"failed": failed}), flush=True)
+        return 1
+    return 0
+
+
 def main() -> int:
     """Measure every engine, print a table."""
     options = parse()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ["VLLM_PLUGINS"] = ""
+    if options.child is not None:
+        return serve_child(options.child, options)
     if options.routing:
         os.environ["PREFETCH_BENCH_ROUTING"] = str(options.routing.resolve())
-    register_loader()
     model = options.model
     if model is None:
         changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
         model = str(write_shape(options.shape, Path("/tmp/prefetch-runtime-shape"), **changes))
     rows: list[dict[str, Any]] = []
-    for kind in options.engines.split(","):
-        try:
-            rows.append(measure(kind, model, options))
-        except Exception as error:
-            traceback.print_exc()
-            rows.append({"engine": kind, "failed": f"{type(error).__name__}: {error}"[:300]})
-        row = rows[-1]
-        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
-        print("ROW", json.dumps({k: v for k, v in shown.items() if k not in ("record", "stats")}))
-        reference = next((r for r in rows if r["engine"] == "resident" and "record" in r), None)
-        comparable = reference is not None and row is not reference and "record" in row
-        if comparable and not options.routing:
-            compare(row, reference)
-        sys.stdout.flush()
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows))
+    for group in options.engines.split(";"):
+        children = [Child(kind, model, options.limit) for kind in group.split(",")]
+        for one in children:
+            one.listen()
+        while options.after is not None and not options.after.exists():
+            time.sleep(0.2)
+        for one in children:
+            one.go_on()
+            show(one.row, rows, options)
+            rows.append(one.row)
+        for one in children:
+            one.close()
+        if options.out is not None:
+            options.out.write_text(json.dumps(rows))
     return 0
+
+
+def show(row: dict[str, Any], before: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print a row, and whether what it computed is what the first resident engine computed."""
+    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+    print("ROW", json.dumps({k: v for k, v in shown.items() if k not in ("record", "stats")}))
+    reference = next((r for r in before if r["engine"] == "resident" and "record" in r), None)
+    if reference is not None and "record" in row and not options.routing:
+        compare(row, reference)
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ class PrefetchConfig(BaseModel):
     expert_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The same as a total in GiB over all layers; excludes `slots_per_layer`."""
     mode: Mode = "auto"
-    """Where the mapping is decided: by the host at every layer ("eager", and "auto" so far), or by
-    kernels inside one captured graph ("full")."""
+    """Where the mapping is decided: by kernels inside one captured graph ("full"), or by the host
+    at every layer ("eager"). "auto" is the first where it can run, else the second."""
     policy: str = "lru"
     """Which slot a newcomer takes: "lru", "lfru", or "forecast" (mode "eager" only)."""
     predictor: str = "none"

@@ -19,8 +19,8 @@ from prefetch_runtime.host_store import HostStore, RecordLayout
 from prefetch_runtime.pinned import MemoryLimit, gib, lock_limit, memory_limits
 from prefetch_runtime.slot_buffers import SlotBuffers
 
-AUTO_MODE = "eager"
-"""The mode that "auto" is in this version, on every device."""
+AUTO_MODE = "full"
+"""The mode that "auto" is where it can run; elsewhere it is "eager"."""
 
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 34)
 
@@ -97,13 +97,13 @@ def diagnose(machine: Machine) -> Report:
 
 def modes(machine: Machine) -> dict[str, str]:
     """For each mode, what would come of asking for it."""
-    full = "runs when asked for; it needs CUDA graphs, so not with --enforce-eager"
+    full = "runs; it needs CUDA graphs, so not with --enforce-eager"
     if machine.gpu is None:
         full = "needs a CUDA device"
     elif machine.versions.get("triton") is None:
         full = "needs triton, which is not installed"
     return {
-        "auto": f"is {AUTO_MODE} in this version",
+        "auto": f"is {AUTO_MODE if full.startswith('runs') else 'eager'} here",
         "full": full,
         "segmented": "is not in this version",
         "eager": "runs" if machine.gpu else "runs on the CPU, with --enforce-eager",

@@ -100,7 +100,7 @@ class Workload:
     context: int
     """Tokens of each sequence that the KV cache must hold."""
     batch: int = 1
-    mode: Literal["full", "eager"] = "eager"
+    mode: Literal["full", "eager"] = "full"
     utilization: float = 0.92
     """Share of the GPU that vLLM may use (`--gpu-memory-utilization`)."""
     staging_slots: int = 16

@@ -113,11 +113,7 @@ def print_sizes(
         "all: vLLM alone serves them. --gpu-gib shows one size in full."
     )
     if workload.mode == "eager":
-        out.print(
-            "This is mode eager, bound by the host; see also --prefetch-mode full (outputs not yet "
-            "compared on a GPU), one CUDA graph "
-            "per step."
-        )
+        out.print("This is mode eager, bound by the host; mode full is one CUDA graph per step.")
     _print_assumptions(planners)
 
 
@@ -231,7 +227,7 @@ def _command(model: str, planner: Planner, plan: Plan) -> str:
     rest = f"--max-model-len {workload.context} --max-num-seqs {workload.batch}"
     if plan.all_fit:
         return f"vllm serve {shlex.quote(model)} {rest}"
-    mode = " --prefetch-mode full" if workload.mode == "full" else ""
+    mode = " --prefetch-mode eager" if workload.mode == "eager" else ""
     size = f"--moe-expert-cache-size {plan.memory.slots_per_layer}"
     return f"prefetch-runtime serve {shlex.quote(model)} {size}{mode} {rest}"
 

@@ -98,7 +98,7 @@ class TestPlan:
             "published, qwen3-30b-a3b",
             "25 GB/s, assumed",
             "uniform routing, which no eviction can help",
-            "--moe-expert-cache-size 38 --prefetch-mode full --max-model-len 8192",
+            "--moe-expert-cache-size 38 --max-model-len 8192",
         ):
             assert part in ran.out
 
@@ -115,9 +115,13 @@ class TestPlan:
     def test_the_default_mode_is_that_of_serve_and_the_other_is_named(
         self, run: Callable[..., Ran], qwen: str
     ) -> None:
-        ran = run("plan", qwen, "--gpu-gib", "24")
-        assert f"{doctor.AUTO_MODE}        58        25         12" in ran.out
+        ran = run("plan", qwen, "--gpu-gib", "24", "--prefetch-mode", "eager")
+        assert "eager        58        25         12" in ran.out
         assert "(--prefetch-mode full): 28 tokens/s with 38 slots." in ran.out
+        assert "--moe-expert-cache-size 38 --prefetch-mode eager" in ran.out
+        default = run("plan", qwen, "--gpu-gib", "24").out
+        assert default == run("plan", qwen, "--gpu-gib", "24", "--prefetch-mode", "full").out
+        assert doctor.AUTO_MODE == "full"
 
     def test_a_gpu_that_holds_all_is_told_to_do_without(
         self, run: Callable[..., Ran], qwen: str
@@ -153,7 +157,7 @@ class TestPlan:
         assert said in ran.out
 
     def test_json_is_alone_and_holds_the_numbers(self, run: Callable[..., Ran], qwen: str) -> None:
-        ran = run("plan", qwen, "--gpu-gib", "24", "--target", "20", "--json")
+        ran = run("plan", qwen, "--gpu-gib", "24", "--target", "50", "--json")
         assert ran.err == ""
         told = json.loads(ran.out)
         assert told["experts_bytes"] == told["pinned_bytes"] == 54 * 2**30

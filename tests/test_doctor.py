@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ class TestDiagnose:
     @pytest.mark.parametrize(
         ("machine", "full", "eager"),
         [
-            (SERVER, "runs when asked for", "runs"),
+            (SERVER, "runs; it needs CUDA graphs", "runs"),
             (LAPTOP, "needs a CUDA device", "runs on the CPU, with --enforce-eager"),
             (_versions(SERVER, triton=None), "needs triton", "runs"),
         ],
@@ -134,14 +135,26 @@ class TestDiagnose:
         assert modes["full"].startswith(full)
         assert modes["eager"] == eager
         assert modes["segmented"] == "is not in this version"
-        assert modes["auto"] == f"is {doctor.AUTO_MODE} in this version"
+        assert modes["auto"] == f"is {'full' if full.startswith('runs') else 'eager'} here"
 
 
 class TestItAgreesWithTheRest:
-    def test_auto_is_what_the_worker_takes(self) -> None:
+    @pytest.mark.parametrize("machine", [SERVER, LAPTOP], ids=["server", "laptop"])
+    def test_auto_is_what_the_worker_takes(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         checks = pytest.importorskip("prefetch_runtime.vllm.checks")
-        config: Any = PrefetchConfig(slots_per_layer=8)
-        assert checks.choose_mode(None, config) == doctor.AUTO_MODE
+        from vllm.config import CUDAGraphMode
+
+        is_cuda = machine.gpu is not None
+        platform = SimpleNamespace(
+            is_cuda=lambda: is_cuda, device_type="cuda" if is_cuda else "cpu"
+        )
+        monkeypatch.setattr(checks, "current_platform", platform)
+        graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+        vllm_config = SimpleNamespace(compilation_config=graphs)
+        chosen = checks.choose_mode(vllm_config, PrefetchConfig(slots_per_layer=8))
+        assert diagnose(machine).modes["auto"] == f"is {chosen} here"
 
     def test_the_supported_vllm_is_that_of_the_package(self) -> None:
         text = (ROOT / "pyproject.toml").read_text()

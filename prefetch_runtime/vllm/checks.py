@@ -5,10 +5,13 @@ from typing import Any, Literal
 
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.policies import POLICY_NAMES
+
+logger = init_logger(__name__)
 
 
 class UnsupportedError(ConfigError):
@@ -57,38 +60,39 @@ def check_declared_slots(vllm_config: VllmConfig, config: PrefetchConfig) -> Non
 
 
 def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["full", "eager"]:
-    """The mode that runs: what was asked for; "auto" is `eager`, the one proved exact on GPUs.
-
-    `full` runs on request: its kernels and its planning are proved equal to the host's, but whole
-    FULL graphs have not been compared with a resident run yet.
+    """The mode that runs: what was asked for; "auto" is `full` where that can run, else `eager`.
 
     Raises:
         UnsupportedError: the mode that was asked for cannot run; says why.
     """
     asked = config.mode
-    if asked in ("auto", "eager"):
+    if asked == "eager":
         return "eager"
+    why_not = _why_not_full(vllm_config, config)
+    if asked == "auto":
+        if why_not is not None:
+            logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
+        return "full" if why_not is None else "eager"
     if asked == "segmented":
         raise UnsupportedError(
             f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
         )
-    if config.policy not in POLICY_NAMES:
-        raise UnsupportedError(
-            f"{spelled('policy')} {config.policy!r} works on the host, in mode 'eager'; "
-            f"{spelled('mode')} 'full' takes {' or '.join(POLICY_NAMES)}"
-        )
-    if config.predictor not in ("none", "next_gate"):
-        raise UnsupportedError(
-            f"{spelled('predictor')} {config.predictor!r} works on the host, in mode 'eager'; "
-            f"{spelled('mode')} 'full' takes 'next_gate' or 'none'"
-        )
-    why_not = _why_not_full(vllm_config)
     if why_not is not None:
         raise UnsupportedError(f"{spelled('mode')} 'full' {why_not}; use 'eager' or 'auto'")
     return "full"
 
 
-def _why_not_full(vllm_config: VllmConfig) -> str | None:
+def _why_not_full(vllm_config: VllmConfig, config: PrefetchConfig) -> str | None:
+    if config.policy not in POLICY_NAMES:
+        return (
+            f"takes {' or '.join(POLICY_NAMES)}; {spelled('policy')} {config.policy!r} works on "
+            "the host"
+        )
+    if config.predictor not in ("none", "next_gate"):
+        return (
+            f"takes 'next_gate' or 'none'; {spelled('predictor')} {config.predictor!r} works on "
+            "the host"
+        )
     if not current_platform.is_cuda():
         return f"needs a CUDA device, this is {current_platform.device_type!r}"
     graphs = vllm_config.compilation_config.cudagraph_mode

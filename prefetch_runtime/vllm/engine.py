@@ -203,9 +203,13 @@ class PrefetchEngine:
             )
         return num_slots
 
+    def most_tokens(self) -> int:
+        """Most tokens of a step that fits the slots whatever its routing is."""
+        return self.scheduler.most_tokens_at_once(self._top_k)
+
     def fits_tokens(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens fits the slots whatever its routing is."""
-        return num_tokens <= self.scheduler.most_tokens_at_once(self._top_k)
+        return num_tokens <= self.most_tokens()
 
     def _slots_within(self, budget_bytes: float, store: LayerStore) -> int:
         """Slots per layer, the same for all, that fit a budget for all layers together."""

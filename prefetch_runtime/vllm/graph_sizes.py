@@ -1,5 +1,6 @@
 """Keeps FULL graphs to batch sizes whose experts always fit the slots; larger ones run as waves."""
 
+from bisect import insort
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -8,6 +9,18 @@ from vllm.logger import init_logger
 from prefetch_runtime.vllm.engine import PrefetchEngine
 
 logger = init_logger(__name__)
+
+
+def add_widest_batch(compilation: Any, engine: PrefetchEngine) -> None:
+    """Have vLLM capture the widest batch that fits the slots, before it lists its graphs.
+
+    vLLM pads a batch to the next captured size. Where that one is too wide for the slots, the batch
+    would run as waves although it fits by itself.
+    """
+    sizes = compilation.cudagraph_capture_sizes
+    widest = engine.most_tokens()
+    if sizes and widest not in sizes and min(sizes) < widest < max(sizes):
+        insort(sizes, widest)
 
 
 def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:

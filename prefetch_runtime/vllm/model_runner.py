@@ -8,7 +8,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from prefetch_runtime.scheduler import Scheduler
 from prefetch_runtime.vllm.checks import check_full_graphs_left, check_layers_are_ours
 from prefetch_runtime.vllm.engine import PrefetchEngine
-from prefetch_runtime.vllm.graph_sizes import limit_v1_graphs, limit_v2_graphs
+from prefetch_runtime.vllm.graph_sizes import (
+    add_widest_batch,
+    limit_v1_graphs,
+    limit_v2_graphs,
+)
 from prefetch_runtime.vllm.routed_experts import PrefetchRoutedExperts
 
 
@@ -28,6 +32,9 @@ class PrefetchModelRunner:
             lambda layer: isinstance(layer, PrefetchRoutedExperts),
         )
         self.prefetch_engine.seal(self.get_model())  # type: ignore[attr-defined]
+        if self.prefetch_engine.mode == "full":
+            compilation = self.compilation_config  # type: ignore[attr-defined]
+            add_widest_batch(compilation, self.prefetch_engine)
         dispatcher = getattr(self, "cudagraph_dispatcher", None)
         if dispatcher is not None:
             limit_v1_graphs(dispatcher, self.prefetch_engine)

@@ -58,7 +58,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         **os.environ,
         "TRITON_INTERPRET": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     with log.open("wb") as output:
         finished = subprocess.run(

@@ -22,6 +22,27 @@ def fake_engine(most_tokens: int) -> Any:
     return SimpleNamespace(fits_tokens=lambda num_tokens: num_tokens <= most_tokens)
 
 
+class TestTheWidestBatch:
+    """It is captured too, so that a batch that fits by itself is not padded past the slots."""
+
+    def sizes(self, most_tokens: int, sizes: list[int]) -> list[int]:
+        from prefetch_runtime.vllm.graph_sizes import add_widest_batch
+
+        compilation = SimpleNamespace(cudagraph_capture_sizes=list(sizes))
+        add_widest_batch(compilation, cast(Any, SimpleNamespace(most_tokens=lambda: most_tokens)))
+        return compilation.cudagraph_capture_sizes
+
+    def test_it_is_put_where_it_belongs(self) -> None:
+        assert self.sizes(6, [1, 2, 4, 8, 16]) == [1, 2, 4, 6, 8, 16]
+
+    @pytest.mark.parametrize("most_tokens", [4, 16, 2048, 1, 0])
+    def test_it_is_not_put_twice_nor_beyond_what_vllm_would_capture(self, most_tokens: int) -> None:
+        assert self.sizes(most_tokens, [1, 2, 4, 8, 16]) == [1, 2, 4, 8, 16]
+
+    def test_without_graphs_there_is_nothing_to_add_to(self) -> None:
+        assert self.sizes(6, []) == []
+
+
 class TestV1:
     class Dispatcher:
         """Lists its graphs when it is told to, as vLLM's does."""
