@@ -42,6 +42,7 @@ class Rig:
     record_bytes: int = RECORD_BYTES
     unit_bytes: int = UNIT_BYTES
     programs: int = 3
+    missing_rows: int = 0  # slots that the table has and the memory has not
     hosts: list[torch.Tensor] = field(init=False)
     slots: list[torch.Tensor] = field(init=False)
 
@@ -52,8 +53,9 @@ class Rig:
             shape = (self.num_experts, self.record_bytes)
             host = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
             self.hosts.append(host.pin_memory() if ON_GPU else host)
+            rows = self.num_slots - self.missing_rows
             self.slots.append(
-                torch.zeros(self.num_slots, self.payload_bytes, dtype=torch.uint8, device=DEVICE)
+                torch.zeros(rows, self.payload_bytes, dtype=torch.uint8, device=DEVICE)
             )
             layers.append(
                 LayerRecords(

@@ -280,6 +280,8 @@ class Session:
             record |= self._steps[0].take()
         else:
             record["layers"] = self._layers[0].take()
+        if torch.cuda.is_available():
+            record["allocated"] = torch.cuda.memory_allocated()
         if before is not None:
             record["stats"] = self._stats()
             record["host_calls"] = record["stats"]["host_calls"] - before["host_calls"]
