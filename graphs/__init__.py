@@ -4,6 +4,7 @@ from graphs.capture import CapturedGraph, GraphCapture
 from graphs.fill import ExpertFill
 from graphs.prefetch import PrefetchBranch, PrefetchHook
 from graphs.records import LayerRecords, RecordField, RecordTable, field_of
+from graphs.segments import SegmentedCaptures, SegmentedGraph, between_segments
 from graphs.slot_table import DeviceCounters, DeviceSlotTable, SlotTableError
 
 __all__ = [
@@ -17,6 +18,9 @@ __all__ = [
     "PrefetchHook",
     "RecordField",
     "RecordTable",
+    "SegmentedCaptures",
+    "SegmentedGraph",
     "SlotTableError",
+    "between_segments",
     "field_of",
 ]

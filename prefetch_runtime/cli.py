@@ -44,7 +44,9 @@ CacheGib = Annotated[
     float | None,
     typer.Option("--moe-expert-cache-gib", help="The same as a total over all layers, in GiB."),
 ]
-ModeOption = Annotated[str | None, typer.Option("--prefetch-mode", help="auto, full or eager.")]
+ModeOption = Annotated[
+    str | None, typer.Option("--prefetch-mode", help="auto, full, segmented or eager.")
+]
 PolicyOption = Annotated[
     str | None,
     typer.Option("--eviction-policy", help="Which slot a newcomer takes: lru, lfru, forecast."),
@@ -73,10 +75,6 @@ MetricsOption = Annotated[
 def _settings(**given: Any) -> dict[str, Any]:
     """The options that were given, checked, under their names in `--additional-config`."""
     settings = {key: value for key, value in given.items() if value is not None}
-    if settings.get("mode") == "segmented":
-        raise ConfigError(
-            f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
-        )
     if "slots_per_layer" in settings:
         # Left as text where it is no number: the message of the check names what was given.
         with suppress(ValueError):

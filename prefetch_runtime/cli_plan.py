@@ -142,7 +142,10 @@ def _mode(asked: str) -> Literal["full", "eager"]:
     if mode == "eager":
         return "eager"
     if mode == "segmented":
-        raise ConfigError("--prefetch-mode segmented is not in this version; use full or eager")
+        raise ConfigError(
+            "--prefetch-mode segmented has no measured model yet; its steps lie between those of "
+            "full and eager, so plan for these"
+        )
     raise ConfigError(f"--prefetch-mode must be one of auto, full, eager, got {asked!r}")
 
 

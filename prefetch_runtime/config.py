@@ -57,10 +57,11 @@ class PrefetchConfig(BaseModel):
     expert_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The same as a total in GiB over all layers; excludes `slots_per_layer`."""
     mode: Mode = "auto"
-    """Where the mapping is decided: by kernels inside one captured graph ("full"), or by the host
-    at every layer ("eager"). "auto" is the first where it can run, else the second."""
+    """Where the mapping is decided: by kernels inside one captured graph ("full"), by the host
+    between captured segments ("segmented"), or by the host at every layer ("eager"). "auto" is the
+    first where it can run, else the last."""
     policy: str = "lru"
-    """Which slot a newcomer takes: "lru", "lfru", or "forecast" (mode "eager" only)."""
+    """Which slot a newcomer takes: "lru", "lfru", or "forecast" (not in mode "full")."""
     predictor: str = "none"
     """Guesses the next layer's experts ahead of its router."""
     predictor_widen: int = Field(default=2, ge=1, le=16)

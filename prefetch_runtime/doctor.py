@@ -97,15 +97,15 @@ def diagnose(machine: Machine) -> Report:
 
 def modes(machine: Machine) -> dict[str, str]:
     """For each mode, what would come of asking for it."""
-    full = "runs; it needs CUDA graphs, so not with --enforce-eager"
+    graphs = "runs; it needs CUDA graphs, so not with --enforce-eager"
     if machine.gpu is None:
-        full = "needs a CUDA device"
+        graphs = "needs a CUDA device"
     elif machine.versions.get("triton") is None:
-        full = "needs triton, which is not installed"
+        graphs = "needs triton, which is not installed"
     return {
-        "auto": f"is {AUTO_MODE if full.startswith('runs') else 'eager'} here",
-        "full": full,
-        "segmented": "is not in this version",
+        "auto": f"is {AUTO_MODE if graphs.startswith('runs') else 'eager'} here",
+        "full": graphs,
+        "segmented": graphs,
         "eager": "runs" if machine.gpu else "runs on the CPU, with --enforce-eager",
     }
 

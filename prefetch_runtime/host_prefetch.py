@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from predictors import Evidence, Predictor
 from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
@@ -151,18 +150,6 @@ class HostPrefetcher:
         if self._budget_bytes is None:
             return MAX_FORECAST
         return math.ceil(min(self._budget_bytes / expert_bytes, MAX_FORECAST))
-
-
-def split_read(
-    topk_ids: torch.Tensor, guesses: torch.Tensor | None
-) -> tuple[IntArray, IntArray | None]:
-    """([T, K] ids, [T, G] guesses) on the host, in one transfer; this is where the host waits."""
-    if guesses is None:
-        ids: IntArray = topk_ids.cpu().numpy().astype(np.int32, copy=False)
-        return ids, None
-    both: IntArray = torch.cat([topk_ids.int(), guesses.int()], dim=1).cpu().numpy()
-    top_k = topk_ids.shape[1]
-    return both[:, :top_k], both[:, top_k:]
 
 
 def fits_predictor(num_experts: Sequence[int]) -> bool:

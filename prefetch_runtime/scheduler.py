@@ -14,7 +14,8 @@ import torch
 
 from predictors import Predictor
 from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
-from prefetch_runtime.host_prefetch import HostPrefetcher, fits_predictor, split_read
+from prefetch_runtime.demand_reader import DemandReader, Sent
+from prefetch_runtime.host_prefetch import HostPrefetcher, fits_predictor
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.policies import create_policy
 from prefetch_runtime.recorder import TraceRecorder
@@ -25,6 +26,8 @@ from prefetch_runtime.waves import cut_by_expert, cut_by_token
 
 IntArray = npt.NDArray[np.int32]
 Guesses = Callable[[], torch.Tensor]
+Between = Callable[[Callable[[], None]], None]
+"""Calls what it is given: at once, or between the segments of every replay of a capture."""
 
 
 @dataclass(slots=True)
@@ -89,9 +92,16 @@ class Scheduler:
         staging_slots: int = 16,
         mode: str = "eager",
         id_for_padding: int = -1,
+        between: Between | None = None,
     ) -> None:
-        """`id_for_padding` is the row that an id of -1 is renamed to (see `LayerCache.mapping`)."""
+        """
+        Args:
+            id_for_padding: the row that an id of -1 is renamed to (see `LayerCache.mapping`).
+            between: what `fetch` hands its host's part to; None: it is done at once.
+        """
         self._copier = copier
+        self._between = _at_once if between is None else between
+        self._reader = DemandReader(device)
         self._host_store = host_store
         self._device = device
         self._policy = policy
@@ -211,15 +221,27 @@ class Scheduler:
         makes [T, G] ids, the next MoE layer's router on this layer's input, best first; given if
         the predictor needs them (`needs_guesses`), and called on the stream that shall do the work.
 
+        What the device does here may be captured, if `between` of the constructor interrupts the
+        capture for what the host does. A replay then reads the ids that it has just computed.
+
         Raises:
             NotEnoughSlots: more distinct experts than slots; nothing has changed.
+            RuntimeError: the scheduler is closed.
         """
-        layer = self._layers[layer_idx]
+        layer = self._layer(layer_idx)
         topk_ids = without_padding(topk_ids, padding)
-        host_ids, host_guesses = self._read(layer, topk_ids, guesses)
+        sent = self._reader.send(topk_ids, None if guesses is None else guesses())
+        self._between(lambda: self._prepare(layer, sent))
+        return self._renamed(layer, topk_ids)
+
+    def _prepare(self, layer: LayerCache, sent: Sent) -> None:
+        """The host's part of `fetch`: when it returns, all that the layer's experts need is there
+        or ordered before what the compute stream is given next."""
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        host_ids, host_guesses = self._receive(layer, sent)
         self._fetch(layer, host_ids.ravel())
         self._predict(layer, host_ids, host_guesses)
-        return self._renamed(layer, topk_ids)
 
     def _fetch(self, layer: LayerCache, demanded: IntArray) -> None:
         """Plan the demand, copy what is absent, publish the mapping once its bytes are there."""
@@ -379,6 +401,11 @@ class Scheduler:
         """One layer's cache; for tests and audits."""
         return self._layers[layer_idx]
 
+    def _layer(self, layer_idx: int) -> LayerCache:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        return self._layers[layer_idx]
+
     @property
     def layers(self) -> Sequence[LayerCache]:
         """All layers, in order of their index."""
@@ -479,13 +506,17 @@ class Scheduler:
         self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
     ) -> tuple[IntArray, IntArray | None]:
         """[T, K] local ids and the guesses on the host, and into the trace if one is recorded."""
-        ids, host_guesses = split_read(topk_ids, None if guesses is None else guesses())
+        sent = self._reader.send(topk_ids, None if guesses is None else guesses())
+        return self._receive(layer, sent)
+
+    def _receive(self, layer: LayerCache, sent: Sent) -> tuple[IntArray, IntArray | None]:
+        ids, host_guesses = self._reader.receive(sent)
         if self.recorder is not None:
             self.recorder.record(layer.layer_idx, ids, host_guesses)
         return self._as_local(layer, ids), host_guesses
 
     def _local_ids(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
-        return self._as_local(layer, split_read(topk_ids, None)[0])
+        return self._as_local(layer, self._reader.receive(self._reader.send(topk_ids, None))[0])
 
     def _as_local(self, layer: LayerCache, ids: IntArray) -> IntArray:
         if layer.local_of is None:
@@ -547,6 +578,13 @@ class Scheduler:
         if self._missed_in != self._now:
             self._missed_in = self._now
             self._steps_with_misses += 1
+
+
+_CLOSED = "the expert cache is closed; graphs that were captured with it cannot be replayed"
+
+
+def _at_once(action: Callable[[], None]) -> None:
+    action()
 
 
 def _most_tokens(num_experts: int, num_slots: int, top_k: int) -> int:

@@ -406,6 +406,38 @@ class TestGraphs:
         assert "self._candidates[key]" in dispatch
         assert "cg_mode=CUDAGraphMode.NONE" in dispatch
 
+    @pytest.mark.parametrize(
+        "path", ["compilation/cuda_graph.py", "v1/worker/gpu/cudagraph_utils.py"]
+    )
+    def test_full_graphs_are_made_by_a_name_that_can_be_replaced(
+        self, path: str, vllm: Source
+    ) -> None:
+        # Segmented graphs stand in their place: made, captured by torch's context, replayed.
+        tree = vllm.tree(path)
+        assert len(calls(tree, "torch.cuda.CUDAGraph")) == 1
+        (capture,) = calls(tree, "torch.cuda.graph")
+        assert ast.unparse(capture.args[0]) in ("cudagraph", "graph")
+        text = text_of(tree)
+        assert ("entry.cudagraph.replay()" in text) != ("self.graphs[desc].replay()" in text)
+        assert "isinstance(graph" not in text
+
+    @pytest.mark.parametrize("path", TestWorkerAndRunner.RUNNERS)
+    def test_everything_is_captured_within_two_methods_of_the_runner(
+        self, path: str, vllm: Source
+    ) -> None:
+        require(vllm, path, "GPUModelRunner", "capture_model", "profile_cudagraph_memory")
+        worker = text_of(vllm.tree("v1/worker/gpu_worker.py"))
+        assert "self.model_runner.capture_model()" in worker
+        assert "self.model_runner.profile_cudagraph_memory()" in worker
+
+    def test_shared_experts_stay_on_one_stream_without_another(self, vllm: Source) -> None:
+        path = f"{MOE}/runner/shared_experts.py"
+        cls = vllm.cls(path, "SharedExperts")
+        assert [ast.unparse(base) for base in cls.bases] == ["torch.nn.Module"]
+        require(vllm, path, "SharedExperts", "_stream")
+        order = text_of(vllm.function(path, "_determine_shared_experts_order", "SharedExperts"))
+        assert "self._stream is not None and" in order
+
     def test_the_forward_context_holds_the_places_of_the_tokens_in_the_kv_cache(
         self, vllm: Source
     ) -> None:

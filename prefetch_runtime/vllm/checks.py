@@ -13,6 +13,12 @@ from prefetch_runtime.policies import POLICY_NAMES
 
 logger = init_logger(__name__)
 
+GRAPHS_OF = {
+    "full": "one CUDA graph",
+    "segmented": "CUDA graphs that break where the host decides",
+}
+"""What a decode step is, in the modes that capture it."""
+
 
 class UnsupportedError(ConfigError):
     """A vLLM option or model that the expert cache cannot serve exactly."""
@@ -59,7 +65,9 @@ def check_declared_slots(vllm_config: VllmConfig, config: PrefetchConfig) -> Non
         )
 
 
-def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["full", "eager"]:
+def choose_mode(
+    vllm_config: VllmConfig, config: PrefetchConfig
+) -> Literal["full", "segmented", "eager"]:
     """The mode that runs: what was asked for; "auto" is `full` where that can run, else `eager`.
 
     Raises:
@@ -68,21 +76,18 @@ def choose_mode(vllm_config: VllmConfig, config: PrefetchConfig) -> Literal["ful
     asked = config.mode
     if asked == "eager":
         return "eager"
-    why_not = _why_not_full(vllm_config, config)
+    wanted: Literal["full", "segmented"] = "segmented" if asked == "segmented" else "full"
+    why_not = _why_no_kernels(config) if wanted == "full" else None
+    why_not = why_not or _why_no_graphs(vllm_config, GRAPHS_OF[wanted])
+    if why_not is None:
+        return wanted
     if asked == "auto":
-        if why_not is not None:
-            logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
-        return "full" if why_not is None else "eager"
-    if asked == "segmented":
-        raise UnsupportedError(
-            f"{spelled('mode')} 'segmented' is not in this version; use 'full', 'eager' or 'auto'"
-        )
-    if why_not is not None:
-        raise UnsupportedError(f"{spelled('mode')} 'full' {why_not}; use 'eager' or 'auto'")
-    return "full"
+        logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
+        return "eager"
+    raise UnsupportedError(f"{spelled('mode')} {asked!r} {why_not}; use 'eager' or 'auto'")
 
 
-def _why_not_full(vllm_config: VllmConfig, config: PrefetchConfig) -> str | None:
+def _why_no_kernels(config: PrefetchConfig) -> str | None:
     if config.policy not in POLICY_NAMES:
         return (
             f"takes {' or '.join(POLICY_NAMES)}; {spelled('policy')} {config.policy!r} works on "
@@ -93,29 +98,33 @@ def _why_not_full(vllm_config: VllmConfig, config: PrefetchConfig) -> str | None
             f"takes 'next_gate' or 'none'; {spelled('predictor')} {config.predictor!r} works on "
             "the host"
         )
+    return None
+
+
+def _why_no_graphs(vllm_config: VllmConfig, what: str) -> str | None:
     if not current_platform.is_cuda():
         return f"needs a CUDA device, this is {current_platform.device_type!r}"
     graphs = vllm_config.compilation_config.cudagraph_mode
     if graphs is None or not graphs.has_full_cudagraphs():
         shown = None if graphs is None else graphs.name
         return (
-            f"decodes as one CUDA graph, but vLLM runs with cudagraph_mode {shown} "
+            f"decodes as {what}, but vLLM runs with cudagraph_mode {shown} "
             "(--enforce-eager, or an option that rules FULL graphs out)"
         )
     return None
 
 
-def check_full_graphs_left(cudagraph_mode: CUDAGraphMode | None) -> None:
+def check_full_graphs_left(cudagraph_mode: CUDAGraphMode | None, mode: str) -> None:
     """Called once vLLM has asked its attention backends what they can capture.
 
     Raises:
-        UnsupportedError: no FULL graphs are left, which `full` mode would not be told.
+        UnsupportedError: no FULL graphs are left, which a mode with graphs would not be told.
     """
     if cudagraph_mode is None or not cudagraph_mode.has_full_cudagraphs():
         left = None if cudagraph_mode is None else cudagraph_mode.name
         raise UnsupportedError(
-            f"{spelled('mode')} 'full' decodes as one CUDA graph, but the attention backend that "
-            f"vLLM chose cannot be captured so (cudagraph_mode is {left} now); choose another "
+            f"{spelled('mode')} {mode!r} decodes as {GRAPHS_OF[mode]}, but the attention backend "
+            f"that vLLM chose cannot be captured so (cudagraph_mode is {left} now); choose another "
             "--attention-backend, or use 'eager' or 'auto'"
         )
 
@@ -139,16 +148,16 @@ def check_slots(
 def prepare_compilation(vllm_config: VllmConfig, *, mode: str, version: str) -> None:
     """Leave only the CUDA graphs that the mode can serve, and keep the compile cache apart.
 
-    In `full` mode decode batches are captured whole, and nothing else is: a PIECEWISE graph would
-    hold the MoE op with this capture's decisions or, if it were split there, read the op's output
-    from the address that it had at capture. So prompts and mixed batches run compiled, without
-    graphs. In `eager` mode the host decides at every MoE layer, so there are no graphs at all. What
-    vLLM compiles is the same as without the cache, to the bit.
+    In `full` and `segmented` mode decode batches are captured whole, attention included, and
+    nothing else is: a PIECEWISE graph would hold the MoE op with this capture's decisions or, if it
+    were split there, read the op's output from the address that it had at capture. So prompts and
+    mixed batches run compiled, without graphs. In `eager` mode the host decides at every MoE layer,
+    so there are no graphs at all. What vLLM compiles is the same as without the cache, to the bit.
     """
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is not None:
         compilation.cudagraph_mode = (
-            CUDAGraphMode.FULL_DECODE_ONLY if mode == "full" else CUDAGraphMode.NONE
+            CUDAGraphMode.FULL_DECODE_ONLY if mode in GRAPHS_OF else CUDAGraphMode.NONE
         )
     # vLLM hashes additional_config into the key of its compile cache, but not the worker class.
     additional = dict(vllm_config.additional_config or {})

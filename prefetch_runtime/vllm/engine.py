@@ -1,8 +1,9 @@
 """What the worker builds once and every MoE layer uses: store, copier, scheduler, slot counts."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -10,6 +11,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
 from predictors import PredictorShape, create_predictor
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
@@ -17,7 +19,7 @@ from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.injection import RoutingInjection
-from prefetch_runtime.scheduler import Guesses, Scheduler
+from prefetch_runtime.scheduler import Between, Guesses, Scheduler
 from prefetch_runtime.vllm.checks import check_slots
 
 logger = init_logger(__name__)
@@ -31,11 +33,16 @@ class PrefetchEngine:
     def __init__(
         self, vllm_config: VllmConfig, config: PrefetchConfig, device: torch.device, *, mode: str
     ) -> None:
-        """`mode`: "full" or "eager", see `checks.choose_mode`."""
+        """`mode`: "full", "segmented" or "eager", see `checks.choose_mode`."""
         self.config = config
         self.device = device
         self.host_store = HostStore()
         self.mode = mode
+        self.captures: Any = None
+        """What has vLLM capture graphs that the host can interrupt, in mode `segmented`."""
+        between: Between | None = None
+        if mode == "segmented":
+            self.captures, between = self._segments()
         self.scheduler: Scheduler = _scheduler_class(mode)(
             copier=create_copier(device),
             host_store=self.host_store,
@@ -46,6 +53,7 @@ class PrefetchEngine:
             # vLLM 0.26's kernels cannot take -1 after a remap. Rows whose id is -1 belong to no
             # token, and vLLM drops what they yield, so any slot will do.
             id_for_padding=0,
+            between=between,
         )
         graphs = vllm_config.compilation_config.cudagraph_mode
         self._pads = graphs is not None and graphs != CUDAGraphMode.NONE
@@ -59,6 +67,19 @@ class PrefetchEngine:
         self._num_layers = 0
         self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._auto: float | None = None
+
+    def _segments(self) -> tuple[Any, Between]:
+        from graphs import SegmentedCaptures, between_segments  # imports triton
+
+        return SegmentedCaptures(), between_segments
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within this context what vLLM captures is what the mode replays."""
+        with ExitStack() as stack:
+            if self.captures is not None:
+                stack.enter_context(self.captures.here())
+            yield
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -77,6 +98,8 @@ class PrefetchEngine:
         """
         self.scheduler.seal()
         self._gates = gates_of(model)
+        if self.captures is not None:
+            keep_on_one_stream(model)
         config = self.config
         if config.predictor == "none":
             return
@@ -262,7 +285,9 @@ class PrefetchEngine:
         return kv_slots[:num_tokens] if kv_slots.shape[0] >= num_tokens else None
 
     def close(self) -> None:
-        """Free the cache. Safe to call twice."""
+        """Free the cache; graphs that the host interrupts go with it. Safe to call twice."""
+        if self.captures is not None:
+            self.captures.close()
         self.scheduler.close()
         self._wave_rows.clear()
 
@@ -281,6 +306,16 @@ def gates_of(model: torch.nn.Module) -> list[torch.nn.Module | None]:
                 gate = getattr(block, attribute, None)
         gates.append(gate if isinstance(gate, torch.nn.Module) else None)
     return gates
+
+
+def keep_on_one_stream(model: torch.nn.Module) -> None:
+    """Have shared experts run on the stream of the routed ones, not beside them on their own.
+
+    Between the two streams' fork and join the host decides, and no segment may end unjoined.
+    """
+    for module in model.modules():
+        if isinstance(module, SharedExperts):
+            module._stream = None
 
 
 def _scheduler_class(mode: str) -> type[Scheduler]:

@@ -6,6 +6,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
+from prefetch_runtime.vllm.checks import GRAPHS_OF
 from prefetch_runtime.vllm.engine import PrefetchEngine
 
 logger = init_logger(__name__)
@@ -34,7 +35,7 @@ def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:
         initialize(*args, **kwargs)
         keys = dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
         kept = {key for key in keys if engine.fits_tokens(key.num_tokens)}
-        report(kept={k.num_tokens for k in kept}, of={k.num_tokens for k in keys})
+        report(engine.mode, kept={k.num_tokens for k in kept}, of={k.num_tokens for k in keys})
         dispatcher.cudagraph_keys[CUDAGraphMode.FULL] = kept
 
     dispatcher.initialize_cudagraph_keys = initialize_and_limit
@@ -44,7 +45,7 @@ def limit_v2_graphs(manager: Any, engine: PrefetchEngine) -> None:
     """The same for a V2 `CudaGraphManager`, which lists its graphs when it is built."""
     descs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
     kept = [desc for desc in descs if engine.fits_tokens(desc.num_tokens)]
-    report(kept={d.num_tokens for d in kept}, of={d.num_tokens for d in descs})
+    report(engine.mode, kept={d.num_tokens for d in kept}, of={d.num_tokens for d in descs})
     if len(kept) == len(descs):
         return
     manager._capture_descs[CUDAGraphMode.FULL] = kept
@@ -58,14 +59,15 @@ def limit_v2_graphs(manager: Any, engine: PrefetchEngine) -> None:
     }
 
 
-def report(*, kept: set[int], of: set[int]) -> None:
-    """Say once which batch sizes decode as one graph."""
+def report(mode: str, *, kept: set[int], of: set[int]) -> None:
+    """Say once which batch sizes decode as graphs."""
     if not of:
         return
     left_out = sorted(of - kept)
     logger.info_once(
-        "Expert cache: batches of %s tokens decode as one CUDA graph; %s",
+        "Expert cache: batches of %s tokens decode as %s; %s",
         ", ".join(map(str, sorted(kept))) or "no",
+        GRAPHS_OF.get(mode),
         f"those of {', '.join(map(str, left_out))} may need more experts than there are slots "
         "and run their MoE layers as waves"
         if left_out

@@ -43,13 +43,23 @@ class PrefetchModelRunner:
         """vLLM decides here which batch sizes it captures; V2 keeps the list in its manager."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         engine = self.prefetch_engine
-        if engine.mode == "full" and engine.device.type == "cuda":
+        if engine.mode != "eager" and engine.device.type == "cuda":
             compilation = self.compilation_config  # type: ignore[attr-defined]
-            check_full_graphs_left(compilation.cudagraph_mode)
+            check_full_graphs_left(compilation.cudagraph_mode, engine.mode)
         manager = getattr(self, "cudagraph_manager", None)
         if manager is not None:
             limit_v2_graphs(manager, engine)
         return result
+
+    def profile_cudagraph_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM captures a few graphs to see what they weigh."""
+        with self.prefetch_engine.capturing():
+            return super().profile_cudagraph_memory(*args, **kwargs)  # type: ignore[misc]
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM captures its graphs."""
+        with self.prefetch_engine.capturing():
+            return super().capture_model(*args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """One engine step: the clock moves before the first layer runs."""

@@ -139,12 +139,17 @@ class PrefetchWorker(BaseWorker):
             raise UnsupportedError(
                 f"recording a trace needs the expert cache; set {spelled('slots_per_layer')}"
             )
-        if engine.mode != "eager":
+        if engine.mode == "full":
             raise UnsupportedError(
-                f"recording a trace needs {spelled('mode')} 'eager', not {engine.mode!r}"
+                f"recording a trace needs {spelled('mode')} 'eager' or 'segmented', not 'full'"
             )
         if next_gate:
             engine.check_gates()
+            if engine.mode == "segmented" and not engine.scheduler.needs_guesses:
+                raise UnsupportedError(
+                    "the captured graphs do not run the next layers' routers; to record their "
+                    f"guesses set {spelled('predictor')} 'next_gate' or {spelled('mode')} 'eager'"
+                )
         engine.record_guesses = next_gate
         with self._metrics_go_on():
             engine.scheduler.reset()

@@ -204,6 +204,8 @@ def describe(llm: Any) -> dict[str, Any]:
         found["runner"] = [f"{cls.__module__}.{cls.__name__}" for cls in type(runner).__mro__]
         found["memory"] = memory_of(worker)
         found["captured"] = captured_sizes(worker) if torch.cuda.is_available() else []
+        captures = getattr(getattr(worker, "prefetch_engine", None), "captures", None)
+        found["segments"] = [] if captures is None else captures.num_segments
 
     llm.collective_rpc(look)
     config = llm.llm_engine.vllm_config

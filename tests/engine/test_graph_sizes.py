@@ -19,7 +19,7 @@ class Desc(NamedTuple):
 
 
 def fake_engine(most_tokens: int) -> Any:
-    return SimpleNamespace(fits_tokens=lambda num_tokens: num_tokens <= most_tokens)
+    return SimpleNamespace(mode="full", fits_tokens=lambda num_tokens: num_tokens <= most_tokens)
 
 
 class TestTheWidestBatch:
@@ -176,7 +176,7 @@ class TestNoFullGraphsLeft:
 
         from prefetch_runtime.vllm.checks import check_full_graphs_left
 
-        check_full_graphs_left(CUDAGraphMode[name])
+        check_full_graphs_left(CUDAGraphMode[name], "full")
 
     @pytest.mark.parametrize("name", ["NONE", "PIECEWISE", None])
     def test_without_them_the_start_ends_with_the_reason(self, name: str | None) -> None:
@@ -184,6 +184,10 @@ class TestNoFullGraphsLeft:
 
         from prefetch_runtime.vllm.checks import UnsupportedError, check_full_graphs_left
 
+        left = None if name is None else CUDAGraphMode[name]
         message = rf"'full' decodes as one CUDA graph.*cudagraph_mode is {name} now"
         with pytest.raises(UnsupportedError, match=message):
-            check_full_graphs_left(None if name is None else CUDAGraphMode[name])
+            check_full_graphs_left(left, "full")
+        message = rf"'segmented' decodes as CUDA graphs that break.*cudagraph_mode is {name} now"
+        with pytest.raises(UnsupportedError, match=message):
+            check_full_graphs_left(left, "segmented")

@@ -99,7 +99,7 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         ("mode", "message"),
-        [("full", "needs a CUDA device, this is 'cpu'"), ("segmented", "is not in this version")],
+        [("full", "needs a CUDA device, this is 'cpu'"), ("segmented", "needs a CUDA device")],
     )
     def test_a_mode_that_is_not_there(self, mode: str, message: str) -> None:
         if torch.cuda.is_available():

@@ -1,0 +1,360 @@
+"""The host's scheduler inside a segmented capture: a toy model on real slots, its routing changing.
+
+On a CPU the operations are recorded and replayed by a stand-in; with a GPU, for real, by the tests
+marked gpu. Shapes: L = layers, T = tokens, K = top_k, E = experts, S = slots.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphs.segments import SegmentedCaptures, SegmentedGraph, between_segments
+from predictors import Evidence, PredictorShape, create_predictor
+from prefetch_runtime.audit import audit
+from prefetch_runtime.copier import CopyJob, CopyTicket, HostCopier, create_copier
+from prefetch_runtime.host_prefetch import HostPrefetcher
+from prefetch_runtime.host_store import HostStore, RecordLayout
+from prefetch_runtime.recorder import TraceRecorder
+from prefetch_runtime.scheduler import Guesses, LayerCache, Scheduler
+from prefetch_runtime.slot_buffers import SlotBuffers
+from tests.helpers.replayed_ops import ReplayedOps
+
+LAYERS, EXPERTS, TOP_K = 4, 16, 2
+CPU = torch.device("cpu")
+LAYOUT = RecordLayout.from_tensors(
+    {"w13_weight": ((64,), torch.float32), "w2_weight": ((16,), torch.float32)}
+)
+
+
+def worth(layer_idx: int, expert: int) -> int:
+    """What an expert adds to a token; no two experts of the model have the same."""
+    return 1 + expert + 37 * layer_idx
+
+
+class Toy:
+    """Every layer adds what its experts are worth; what that gave chooses the next layer's."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        num_slots: int,
+        *,
+        num_tokens: int = 2,
+        predictor: Any = None,
+        scheduler_class: type[Scheduler] = Scheduler,
+        make_graph: Callable[[], Any] | None = None,
+    ) -> None:
+        self.device = device
+        store = HostStore()
+        self.scheduler = scheduler_class(
+            copier=create_copier(device),
+            host_store=store,
+            device=device,
+            mode="segmented",
+            id_for_padding=0,
+            between=between_segments,
+        )
+        for layer_idx in range(LAYERS):
+            layer = store.add_layer(layer_idx, EXPERTS, LAYOUT)
+            for expert in range(EXPERTS):
+                for name in ("w13_weight", "w2_weight"):
+                    layer.tensor(name)[expert].fill_(worth(layer_idx, expert))
+            store.pin(layer_idx)
+            slots = SlotBuffers(num_slots, LAYOUT, device)
+            for tensor in slots.tensors.values():
+                tensor.fill_(-999.0)
+            self.scheduler.add_layer(layer_idx, f"layer {layer_idx}", layer, slots)
+        self.scheduler.seal()
+        if predictor is not None:
+            prefetcher = HostPrefetcher(
+                predictor, self.lane(), num_layers=LAYERS, top_k=TOP_K, widen=2
+            )
+            self.scheduler.attach_prefetcher(prefetcher)
+        self.x = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.routing = torch.zeros(LAYERS, num_tokens, TOP_K, dtype=torch.int64, device=device)
+        self.kv_slots = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.captures = SegmentedCaptures(make_graph)
+
+    def lane(self) -> Any:
+        return create_copier(self.device)
+
+    def guesses(self, layer_idx: int, y: torch.Tensor) -> Guesses | None:
+        if not self.scheduler.needs_guesses or layer_idx + 1 == LAYERS:
+            return None
+        return lambda: (self.routing[layer_idx + 1] + y.unsqueeze(1)) % EXPERTS
+
+    def step(self) -> torch.Tensor:
+        y = self.x.clone()
+        for layer_idx in range(LAYERS):
+            ids = ((self.routing[layer_idx] + y.unsqueeze(1)) % EXPERTS).int()
+            slot_ids = self.scheduler.fetch(
+                layer_idx, ids, padding=self.kv_slots, guesses=self.guesses(layer_idx, y)
+            )
+            slots = self.scheduler.slot_buffers(layer_idx).tensors
+            rows = slots["w13_weight"][slot_ids.long()].amax(-1)
+            rows = torch.minimum(rows, slots["w2_weight"][slot_ids.long()].amin(-1))
+            y = y + rows.sum(1).long()
+        return y
+
+    def capture(self) -> tuple[SegmentedGraph, torch.Tensor]:
+        """As vLLM does it: a warm-up, then the capture, under torch's own context on a GPU."""
+        self.scheduler.begin_step()
+        self.step()
+        with self.captures.here():
+            graph: Any = torch.cuda.CUDAGraph()
+            if self.device.type == "cuda":
+                with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+                    output = self.step()
+            else:
+                graph.capture_begin()
+                output = self.step()
+                graph.capture_end()
+        self.scheduler.reset()
+        return graph, output
+
+    def expected(self, x: Sequence[int], routing: np.ndarray) -> tuple[list[int], list[list[int]]]:
+        """(outputs, the experts that each layer's tokens demand)."""
+        y, demanded = np.array(x), []
+        for layer_idx in range(LAYERS):
+            ids = (routing[layer_idx] + y[:, None]) % EXPERTS
+            y = y + (1 + ids + 37 * layer_idx).sum(1)
+            demanded.append(ids.ravel().tolist())
+        return y.tolist(), demanded
+
+    def load(self, x: Sequence[int], routing: np.ndarray, padding: Sequence[int] = ()) -> None:
+        self.x.copy_(torch.tensor(x))
+        self.routing.copy_(torch.from_numpy(routing))
+        self.kv_slots.copy_(torch.tensor([-1 if at in padding else at for at in range(len(x))]))
+
+
+def routings(count: int, num_tokens: int = 2) -> Iterator[tuple[list[int], np.ndarray]]:
+    chosen = np.random.default_rng(7)
+    for _ in range(count):
+        x = chosen.integers(0, 100, num_tokens).tolist()
+        first = chosen.integers(0, EXPERTS, (LAYERS, num_tokens, 1))
+        yield x, np.concatenate([first, first + 1 + chosen.integers(0, EXPERTS - 1)], axis=2)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    yield torch.device(request.param, 0) if request.param == "cuda" else CPU
+    if request.param == "cuda":
+        torch.cuda.synchronize()
+
+
+def toy_on(device: torch.device, num_slots: int, **more: Any) -> Toy:
+    return Toy(device, num_slots, make_graph=ReplayedOps if device == CPU else None, **more)
+
+
+@pytest.mark.parametrize("num_slots", [4, 8, 16])
+@pytest.mark.parametrize("predictor", ["none", "next_gate", "transition", "previous_token"])
+def test_every_replay_computes_with_the_experts_that_it_routes_to(
+    num_slots: int, predictor: str, device: torch.device
+) -> None:
+    shape = PredictorShape(num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
+    chosen = None if predictor == "none" else create_predictor(predictor, shape)
+    toy = toy_on(device, num_slots, predictor=chosen)
+    graph, output = toy.capture()
+    assert graph.num_segments == LAYERS + 1
+    demanded = 0
+    for x, routing in routings(60):
+        toy.load(x, routing)
+        toy.scheduler.begin_step()
+        graph.replay()
+        wanted, ids = toy.expected(x, routing)
+        assert output.tolist() == wanted
+        demanded += sum(len(set(of_layer)) for of_layer in ids)
+    stats = toy.scheduler.stats()
+    assert stats.total("hits") + stats.total("late") + stats.total("misses") == demanded
+    assert stats.total("steps") == LAYERS * 60
+    assert stats.total("evictions") > 0 or num_slots == EXPERTS
+    assert (stats.total("prefetched") > 0) == (predictor != "none")
+    assert audit(toy.scheduler) == []
+    toy.captures.close()
+    toy.scheduler.close()
+
+
+def test_replays_and_wide_eager_steps_share_the_slots(device: torch.device) -> None:
+    toy = toy_on(device, 6)
+    graph, output = toy.capture()
+    wide = torch.arange(EXPERTS, dtype=torch.int32, device=device).view(8, 2)
+    for x, routing in routings(10):
+        toy.load(x, routing)
+        toy.scheduler.begin_step()
+        graph.replay()
+        assert output.tolist() == toy.expected(x, routing)[0]
+        toy.scheduler.begin_step()
+        for layer_idx in range(LAYERS):
+            assert not toy.scheduler.fits(layer_idx, wide)
+            for run, slot_ids in toy.scheduler.token_waves(layer_idx, wide):
+                rows = toy.scheduler.slot_buffers(layer_idx).tensors["w2_weight"]
+                found = rows[slot_ids.long()][..., 0].long().tolist()
+                assert found == [[worth(layer_idx, e) for e in row] for row in wide[run].tolist()]
+    assert audit(toy.scheduler) == []
+
+
+def test_padding_rows_demand_nothing(device: torch.device) -> None:
+    toy = toy_on(device, 4)
+    graph, output = toy.capture()
+    for at, (x, routing) in enumerate(routings(8)):
+        toy.load(x, routing, padding=[1])
+        toy.scheduler.begin_step()
+        before = toy.scheduler.stats()
+        graph.replay()
+        assert output[0].item() == toy.expected(x, routing)[0][0]
+        after = toy.scheduler.stats()
+        counts = [stats.total("hits") + stats.total("misses") for stats in (before, after)]
+        assert counts[1] - counts[0] == LAYERS * TOP_K, f"step {at}"
+
+
+def test_a_trace_is_recorded_from_replays(device: torch.device) -> None:
+    toy = toy_on(device, 4)
+    graph, _ = toy.capture()
+    toy.scheduler.recorder = TraceRecorder(LAYERS, EXPERTS, max_tokens=100)
+    wanted = []
+    for x, routing in routings(5):
+        toy.load(x, routing)
+        toy.scheduler.begin_step()
+        graph.replay()
+        wanted.append(toy.expected(x, routing)[1])
+    trace = toy.scheduler.recorder.trace()
+    assert trace.topk.shape == (10, LAYERS, TOP_K)
+    seen = trace.topk.reshape(5, 2, LAYERS, TOP_K).transpose(0, 2, 1, 3).reshape(5, LAYERS, -1)
+    assert seen.tolist() == wanted
+
+
+def test_a_failed_copy_ends_the_replay_and_every_later_one(device: torch.device) -> None:
+    toy = toy_on(device, 4)
+    graph, _ = toy.capture()
+    copier: Any = toy.scheduler._copier
+    copier.close()
+    for x, routing in routings(2):
+        toy.load(x, routing)
+        with pytest.raises(RuntimeError, match="the copier is closed"):
+            graph.replay()
+
+
+def test_after_the_cache_is_closed_nothing_is_replayed(device: torch.device) -> None:
+    toy = toy_on(device, 4)
+    graph, _ = toy.capture()
+    other, _ = toy.capture()
+    toy.captures.close()
+    with pytest.raises(RuntimeError, match="segmented graph is closed with the expert cache"):
+        graph.replay()
+    assert other.is_closed
+
+
+def test_a_scheduler_that_is_closed_under_a_graph_says_so(device: torch.device) -> None:
+    toy = toy_on(device, 4)
+    graph, _ = toy.capture()
+    toy.scheduler.close()
+    with pytest.raises(RuntimeError, match="expert cache is closed; graphs"):
+        graph.replay()
+    with pytest.raises(RuntimeError, match="expert cache is closed"):
+        toy.scheduler.fetch(0, torch.zeros(1, 2, dtype=torch.int32, device=device))
+
+
+# The order: predict, copy, event, mapping, replay
+
+log: list[tuple[str, int]] = []
+
+
+class NotedPredictor:
+    name = "noted"
+    runs_on: Any = None
+
+    def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
+        log.append(("predict", layer_idx))
+        return [(int(evidence.topk_ids[0, 0]) + at) % EXPERTS for at in range(count)]
+
+    def observe(self, layer_idx: int, topk_ids: Any) -> None: ...
+
+
+class NotedCopier(HostCopier):
+    """Notes each copy of a lane and, as its event, that it has ended."""
+
+    def __init__(self, lane: str) -> None:
+        super().__init__()
+        self._lane = lane
+
+    def submit(self, jobs: Sequence[CopyJob], *, after_compute: bool = True) -> CopyTicket:
+        layer_idx = jobs[0].store.layer_idx
+        log.append((f"{self._lane} copy", layer_idx))
+        assert after_compute
+        ticket = super().submit(jobs, after_compute=after_compute)
+        log.append((f"{self._lane} event", layer_idx))
+        return ticket
+
+
+class NotedScheduler(Scheduler):
+    def _publish(self, layer: LayerCache) -> None:
+        log.append(("mapping", layer.layer_idx))
+        super()._publish(layer)
+
+
+class NotedOps(ReplayedOps):
+    def replay(self) -> None:
+        log.append(("replay", self.index))
+        super().replay()
+
+    index = -1
+
+
+def test_predict_copy_event_mapping_replay() -> None:
+    made: list[NotedOps] = []
+
+    def make_graph() -> NotedOps:
+        made.append(NotedOps())
+        made[-1].index = len(made) - 1
+        return made[-1]
+
+    class NotedToy(Toy):
+        def lane(self) -> Any:
+            return NotedCopier("early")
+
+    toy = NotedToy(
+        CPU,
+        6,
+        predictor=NotedPredictor(),
+        scheduler_class=NotedScheduler,
+        make_graph=make_graph,
+    )
+    toy.scheduler._copier = NotedCopier("late")
+    graph, output = toy.capture()
+    orders = set()
+    for x, routing in routings(20):
+        toy.load(x, routing)
+        toy.scheduler.begin_step()
+        log.clear()
+        graph.replay()
+        assert output.tolist() == toy.expected(x, routing)[0]
+        assert [at for what, at in log if what == "replay"] == list(range(LAYERS + 1))
+        for layer_idx in range(1, LAYERS):
+            # Segment i computes layer i - 1's experts and layer i's router: what is for layer i
+            # is begun while layer i - 1 is prepared, before segment i is launched; its mapping is
+            # written between segments i and i + 1.
+            mine = [
+                event
+                for event in log
+                if (event[1] == layer_idx and event[0] != "replay")
+                or event in (("replay", layer_idx), ("replay", layer_idx + 1))
+            ]
+            names = [what if what != "replay" else f"segment {at - layer_idx}" for what, at in mine]
+            early = [name for name in names if name.startswith(("predict", "early"))]
+            assert early == ["predict", *["early copy", "early event"] * (len(early) // 2)]
+            assert names[: len(early)] == early, "before the segment that it runs beside"
+            assert names[len(early)] == "segment 0"
+            assert names[-1] == "segment 1"
+            between = names[len(early) + 1 : -1]
+            assert between in (
+                [],
+                ["mapping"],
+                ["late copy", "late event", "mapping"],
+            )
+            if len(early) > 1:
+                assert "mapping" in between, "what has arrived is published before its replay"
+            orders.add(tuple(between))
+    assert len(orders) > 1
