@@ -31,6 +31,7 @@ from prefetch_runtime.scheduler import (
     LayerCache,
     Scheduler,
     WidePlan,
+    is_broad,
     without_padding,
 )
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -47,6 +48,9 @@ class DeviceScheduler(Scheduler):
     _demand_fill: ExpertFill | None = None
     _hook: PrefetchHook | None = None
     _branch: PrefetchBranch | None = None
+    _seen_mapping: IntArray | None = None
+    """[L, E] of the first layer of the wide step under way."""
+    _seen_owner: IntArray | None = None
 
     def seal(self) -> None:
         """Build the device's tables over all layers; their addresses are fixed from here on.
@@ -220,12 +224,22 @@ class DeviceScheduler(Scheduler):
         # Ids of -1 are counted in a place of their own, which nobody reads.
         ids = torch.where(ids < 0, num_experts, ids)
         tokens_of.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        # The first layer reads those of all, for what is sent ahead; they change only in their own
+        # layer's turn.
+        rows = slice(None) if index == 0 else slice(index, index + 1)
+        mappings, owners = table.mapping[rows], table.owner[rows]
         seen: IntArray = (
-            torch.cat([tokens_of[:num_experts], table.mapping[index], table.owner[index]])
+            torch.cat([tokens_of[:num_experts], mappings.reshape(-1), owners.reshape(-1)])
             .cpu()
             .numpy()
         )
-        tokens, mapping, owner = np.split(seen, (num_experts, 2 * num_experts))
+        tokens, all_mapped, all_owned = np.split(
+            seen, (num_experts, num_experts + mappings.numel())
+        )
+        if index == 0:
+            self._seen_mapping = all_mapped.reshape(mappings.shape)
+            self._seen_owner = all_owned.reshape(owners.shape)
+        mapping, owner = all_mapped[:num_experts], all_owned[: table.num_slots]
         demanded = np.flatnonzero(tokens).astype(np.int32)
         absent = demanded[mapping[demanded] < 0]
         absent = absent[np.argsort(-tokens[absent], kind="stable")]
@@ -238,8 +252,19 @@ class DeviceScheduler(Scheduler):
         if rest.size:
             table.touch(index, self._row_of_ids(rest))
         return WidePlan(
-            streamed=streamed, has_residents=streamed.size < demanded.size, into_slots=None
+            streamed=streamed,
+            has_residents=streamed.size < demanded.size,
+            into_slots=None,
+            is_broad=is_broad(demanded.size, num_experts),
         )
+
+    def _absent_ahead(self, layer: LayerCache) -> IntArray:
+        """As in `Scheduler`, from what the first layer of the step has read."""
+        if self._seen_mapping is None or self._seen_owner is None:
+            return np.empty(0, dtype=np.int32)
+        if np.any(self._seen_owner[layer.layer_idx] < 0):
+            return np.empty(0, dtype=np.int32)
+        return np.flatnonzero(self._seen_mapping[layer.layer_idx] < 0).astype(np.int32)
 
     def _row_of_ids(self, experts: IntArray) -> torch.Tensor:
         """[1, E] int32 on the device, padded with -1: one shape, so one compiled kernel."""
@@ -300,7 +325,8 @@ class DeviceScheduler(Scheduler):
             waves=layer.waves,
             # Every miss is one expert read, into a slot or through the staging ring; of a late
             # one the rest is.
-            bytes_copied=(counters.misses + counters.late) * layer.store.layout.payload_bytes
+            bytes_copied=(counters.misses + counters.late + layer.ahead_in_vain)
+            * layer.store.layout.payload_bytes
             - counters.late_bytes,
             # Without those that are there and have been neither demanded nor evicted yet.
             bytes_prefetched=counters.used_bytes + counters.late_bytes + counters.wasted_bytes,
@@ -315,7 +341,7 @@ class DeviceScheduler(Scheduler):
         self.table.clear()
         self.host_calls = 0
         for layer in self.layers:
-            layer.waves = 0
+            layer.waves = layer.ahead_in_vain = 0
 
     def close(self) -> None:
         """Drain the copies and free the tables. Captured graphs go first. Safe to call twice."""

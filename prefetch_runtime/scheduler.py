@@ -6,7 +6,7 @@ Shapes: E = experts of a layer (global ids), S = slots, T = tokens, K = top_k, L
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,9 @@ from prefetch_runtime.policies import create_policy
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import SlotTable
+from prefetch_runtime.staging import StagedWave, StagingRing
 from prefetch_runtime.stats import LayerStats, RuntimeStats
-from prefetch_runtime.waves import cut_by_expert, cut_by_token
+from prefetch_runtime.waves import cut_by_token
 
 IntArray = npt.NDArray[np.int32]
 Guesses = Callable[[], torch.Tensor]
@@ -51,6 +52,8 @@ class LayerCache:
     experts_read: int = 0
     steps: int = 0
     waves: int = 0
+    ahead_in_vain: int = 0
+    """Experts that were sent into the staging ring for this layer, which did not ask for them."""
     last_step: int = field(default=-1)
 
 
@@ -73,6 +76,8 @@ class WidePlan(NamedTuple):
     """Whether any demanded expert is in a slot."""
     into_slots: CopyTicket | None
     """The copies into empty slots, to be waited for and published; None if there are none."""
+    is_broad: bool
+    """Whether nearly every expert is demanded, so that the next layer will demand nearly all."""
 
 
 class Scheduler:
@@ -109,7 +114,7 @@ class Scheduler:
         self._mode = mode
         self._id_for_padding = id_for_padding
         self._layers: dict[int, LayerCache] = {}
-        self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], Any] = {}
+        self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], StagingRing] = {}
         self._now = 1
         self._missed_in = 0
         self._steps_with_misses = 0
@@ -322,7 +327,8 @@ class Scheduler:
     ) -> Iterator[ExpertWave]:
         """Split a wide step by expert: residents first, then the absent through the staging ring.
 
-        Each absent expert is copied once, and while one wave is computed the next is on its way.
+        Each absent expert is copied once, and while one wave is computed the next is on its way;
+        behind the last one come the first of the next layer's, if nearly all are demanded anyway.
         What is resident stays so: a prompt reads every expert once, like a scan, and must not push
         out what decoding uses. Only empty slots take newcomers, the most demanded first.
         Each wave must be computed, on the compute stream, before the next one is asked for.
@@ -330,34 +336,60 @@ class Scheduler:
         layer = self._layers[layer_idx]
         plan = self._plan_wide(layer, topk_ids, guesses)
         ring = self._staging_of(layer)
-        waves = cut_by_expert(plan.streamed, ring[0].num_slots)
+        waves, in_vain, wasted = ring.take(layer_idx, plan.streamed)
         layer.waves += 1 + len(waves)
-        copies: list[CopyTicket] = []
+        layer.ahead_in_vain += wasted
+        for ticket in in_vain:
+            self._copier.wait(ticket)  # WAW: before their half is written again
 
-        def start(index: int) -> None:
+        def start(wave: StagedWave) -> None:
             # WAR: the copy waits for what the compute stream has been given so far, which includes
             # the last reader of this half of the ring (two waves ago).
-            half = ring[index % 2]
-            copies.append(
-                self._copy(layer, waves[index], half, np.arange(waves[index].size, dtype=np.int32))
-            )
+            if wave.copies is None:
+                half = ring.halves[wave.half]
+                wave.copies = self._copy(layer, wave.experts, half, wave.rows)
 
-        for index in range(min(2, len(waves))):
-            start(index)
+        for wave in waves[:2]:
+            start(wave)
         if plan.into_slots is not None:
             self._copier.wait(plan.into_slots)  # RAW: the residents' wave reads these slots
         if plan.into_slots is not None or layer.is_stale:
             self._publish(layer)
         if plan.has_residents or not waves:
             yield ExpertWave(layer.buffers, self.mapping(layer), is_last=not waves)
-        for index, experts in enumerate(waves):
+        for index, wave in enumerate(waves):
             row_of = np.full(layer.store.num_experts, -1, dtype=np.int32)
-            row_of[experts] = np.arange(experts.size, dtype=np.int32)
+            row_of[wave.experts] = wave.rows
             mapped = self._expert_map(layer, row_of)
-            self._copier.wait(copies[index])  # RAW: the wave reads this half of the ring
-            yield ExpertWave(ring[index % 2], mapped, is_last=index + 1 == len(waves))
+            assert wave.copies is not None
+            self._copier.wait(wave.copies)  # RAW: the wave reads this half of the ring
+            yield ExpertWave(ring.halves[wave.half], mapped, is_last=index + 1 == len(waves))
             if index + 2 < len(waves):
-                start(index + 2)
+                start(waves[index + 2])
+            elif plan.is_broad:
+                self._read_ahead(layer_idx + 1, ring, wave.half)
+
+    def _read_ahead(self, layer_idx: int, ring: StagingRing, half: int) -> None:
+        """Fill a half, which no wave of this layer uses any more, with absent experts of the next.
+
+        Otherwise the link would idle from a layer's last copy until the next one's router is done.
+        """
+        layer = self._layers.get(layer_idx)
+        if layer is None or self._staging_of(layer) is not ring:
+            return
+        experts = np.setdiff1d(self._absent_ahead(layer), ring.ahead_of(layer_idx))[: ring.rows]
+        if experts.size:
+            rows = np.arange(experts.size, dtype=np.int32)
+            copies = self._copy(layer, experts, ring.halves[half], rows)
+            ring.put_ahead(layer_idx, half, experts, copies)
+
+    def _absent_ahead(self, layer: LayerCache) -> IntArray:
+        """[n] experts that the layer will have to stream, as far as is known before its step;
+        none while it has empty slots, for they may go there."""
+        table = layer.table
+        if np.any(table.owner < 0):
+            return np.empty(0, dtype=np.int32)
+        return np.flatnonzero(table.mapping < 0).astype(np.int32)
 
     def _plan_wide(
         self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
@@ -382,6 +414,7 @@ class Scheduler:
             streamed=absent[admitted.size :],
             has_residents=bool(hits.size + admitted.size),
             into_slots=into_slots,
+            is_broad=is_broad(np.unique(demanded[demanded >= 0]).size, layer.store.num_experts),
         )
 
     # Looking at it
@@ -430,12 +463,11 @@ class Scheduler:
 
     def _stats_with(self, of_layers: Sequence[LayerStats]) -> RuntimeStats:
         layers = self.layers
-        staging = {id(half): half for ring in self._staging.values() for half in ring}
         return RuntimeStats(
             mode=self._mode,
             policy=self._policy,
             slot_bytes=sum(layer.buffers.nbytes for layer in layers),
-            staging_bytes=sum(half.nbytes for half in staging.values()),
+            staging_bytes=sum(h.nbytes for ring in self._staging.values() for h in ring.halves),
             host_bytes=self._host_store.total_bytes,
             pinned_bytes=self._host_store.pinned_bytes,
             steps_with_misses=self._steps_with_misses,
@@ -452,7 +484,7 @@ class Scheduler:
             torch.cuda.synchronize(self._device)  # the staged rows are written below
         for layer in self._layers.values():
             layer.table.clear()
-            layer.experts_read = layer.steps = layer.waves = 0
+            layer.experts_read = layer.steps = layer.waves = layer.ahead_in_vain = 0
             layer.last_step = -1
             self._publish(layer)
         self._now = 1
@@ -556,18 +588,16 @@ class Scheduler:
         )
         return torch.from_numpy(rows.copy()).to(self._device)
 
-    def _staging_of(self, layer: LayerCache) -> Sequence[SlotBuffers]:
-        """The two halves of the staging ring for this layer's kind of record."""
+    def _staging_of(self, layer: LayerCache) -> StagingRing:
+        """The staging ring for this layer's kind of record."""
         key = tuple((f.name, f.shape, f.dtype) for f in layer.store.layout.fields)
         if key not in self._staging:
             half = min(max(1, self._staging_slots // 2), layer.store.num_experts)
             # The CPU device splits by token and never stages.
             rows = half if self._device.type == "cuda" else 1
-            self._staging[key] = [
-                SlotBuffers(rows, layer.store.layout, self._device) for _ in range(2)
-            ]
-        ring: Sequence[SlotBuffers] = self._staging[key]
-        return ring
+            halves = [SlotBuffers(rows, layer.store.layout, self._device) for _ in range(2)]
+            self._staging[key] = StagingRing(halves)
+        return self._staging[key]
 
     def _count_step(self, layer: LayerCache) -> None:
         if layer.last_step != self._now:
@@ -590,6 +620,11 @@ def _at_once(action: Callable[[], None]) -> None:
 def _most_tokens(num_experts: int, num_slots: int, top_k: int) -> int:
     """Largest T with min(T * top_k, num_experts) <= num_slots."""
     return sys.maxsize if num_slots >= num_experts else num_slots // top_k
+
+
+def is_broad(num_demanded: int, num_experts: int) -> bool:
+    """Whether a step demands so many of a layer's experts that it will of the next layer's, too."""
+    return num_demanded >= 0.9 * num_experts
 
 
 def without_padding(topk_ids: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:

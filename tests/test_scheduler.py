@@ -12,6 +12,7 @@ from prefetch_runtime.audit import audit
 from prefetch_runtime.copier import CopyError, CopyJob, CopyTicket, HostCopier
 from prefetch_runtime.scheduler import LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
+from prefetch_runtime.staging import StagingRing
 from tests.helpers.small_cache import (
     CPU,
     LAYOUT,
@@ -28,12 +29,12 @@ RING_ROWS = 2
 class RingScheduler(Scheduler):
     """A scheduler whose staging ring has two rows a half, as on a CUDA device, here on the CPU."""
 
-    def _staging_of(self, layer: LayerCache) -> Sequence[SlotBuffers]:
+    def _staging_of(self, layer: LayerCache) -> StagingRing:
         key = tuple((f.name, f.shape, f.dtype) for f in layer.store.layout.fields)
         if key not in self._staging:
-            self._staging[key] = [SlotBuffers(RING_ROWS, LAYOUT, CPU) for _ in range(2)]
-        ring: Sequence[SlotBuffers] = self._staging[key]
-        return ring
+            halves = [SlotBuffers(RING_ROWS, LAYOUT, CPU) for _ in range(2)]
+            self._staging[key] = StagingRing(halves)
+        return self._staging[key]
 
 
 def _ids(*rows: Sequence[int]) -> torch.Tensor:
@@ -193,12 +194,14 @@ def _ring_cache(num_experts: int = 12, num_slots: int = 4) -> tuple[SmallCache, 
     return cache, copier
 
 
-def _run_waves(cache: SmallCache, ids: torch.Tensor, log: list[tuple[str, object]]) -> list[object]:
+def _run_waves(
+    cache: SmallCache, ids: torch.Tensor, log: list[tuple[str, object]], layer_idx: int = 0
+) -> list[object]:
     """Compute every wave and check it; returns which (token, k) each wave computed."""
-    layer = cache.layer()
+    layer = cache.layer(layer_idx)
     computed = torch.zeros(ids.shape, dtype=torch.int64)
     waves: list[object] = []
-    for wave in cache.scheduler.expert_waves(0, ids):
+    for wave in cache.scheduler.expert_waves(layer_idx, ids):
         assert not (waves and waves[-1] == "last"), "a wave after the last one"
         rows = torch.where(ids >= 0, wave.expert_map[ids.clamp(min=0).long()], -1)
         for expert, row in zip(ids.ravel().tolist(), rows.ravel().tolist(), strict=True):
@@ -322,6 +325,109 @@ def test_waves_count_hits_and_misses_by_distinct_expert() -> None:
     assert (stats.steps, stats.waves) == (2, 1 + 3)
     assert (stats.hits, stats.misses, stats.evictions) == (2, 4 + 4, 0)
     assert stats.bytes_copied == 8 * LAYOUT.payload_bytes
+
+
+# Ahead of the next layer
+
+
+def _two_layers(num_experts: int = 10, num_slots: int = 2) -> tuple[SmallCache, RecordingCopier]:
+    """Two layers, each with its last experts resident."""
+    copier = RecordingCopier()
+    cache = small_cache(
+        num_experts, num_slots, num_layers=2, copier=copier, scheduler_class=RingScheduler
+    )
+    cache.scheduler.begin_step()
+    for layer_idx in range(2):
+        cache.scheduler.fetch(layer_idx, _ids(list(range(num_experts - num_slots, num_experts))))
+    copier.log.clear()
+    copier.jobs.clear()
+    cache.scheduler.begin_step()
+    return cache, copier
+
+
+EVERY = _ids([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
+
+
+def test_the_next_layers_first_waves_are_sent_behind_the_last_of_this_one() -> None:
+    cache, copier = _two_layers()
+    _run_waves(cache, EVERY, copier.log)
+    # Four waves of layer 0, then two for layer 1 before its router has been heard.
+    layers = [jobs[0].store.layer_idx for jobs in copier.jobs]
+    assert layers == [0, 0, 0, 0, 1, 1]
+    assert copier.experts[4:] == [[0, 1], [2, 3]]
+    # Each follows the last reader of the half that it overwrites.
+    log = [entry for entry in copier.log if entry[0] != "wait"]
+    assert log[-4:] == [("compute", 3), ("submit", 4), ("compute", 4), ("submit", 5)]
+    for jobs, reader in zip(copier.jobs[4:], copier.jobs[2:4], strict=True):
+        assert jobs[0].buffers is reader[0].buffers
+    waves = _run_waves(cache, EVERY, copier.log, layer_idx=1)
+    assert waves == [("slots", [8, 9]), *(("ring", [n, n + 1]) for n in (0, 2, 4, 6))]
+    of_layer_1 = [job.expert_id for jobs in copier.jobs for job in jobs if job.store.layer_idx == 1]
+    assert sorted(of_layer_1) == list(range(8)), "each absent expert once"
+    assert audit(cache.scheduler) == []
+
+
+def test_what_was_sent_ahead_in_vain_is_waited_for_before_its_place_is_taken() -> None:
+    cache, copier = _two_layers()
+    _run_waves(cache, EVERY, copier.log)
+    copier.log.clear()
+    waves = _run_waves(cache, _ids([4, 5, 6, 8, 9]), copier.log, layer_idx=1)
+    assert waves == [("slots", [8, 9]), ("ring", [4, 5]), ("ring", [6])]
+    assert copier.log[:2] == [("wait", 4), ("wait", 5)]
+    stats = cache.scheduler.stats().layers[1]
+    assert (stats.misses, stats.bytes_copied) == (2 + 3, (2 + 4 + 3) * LAYOUT.payload_bytes)
+
+
+def test_of_what_was_sent_ahead_the_demanded_part_is_used_where_it_lies() -> None:
+    cache, copier = _two_layers()
+    _run_waves(cache, EVERY, copier.log)
+    waves = _run_waves(cache, _ids([1, 2, 3, 7, 8]), copier.log, layer_idx=1)
+    assert waves == [("slots", [8, 9]), ("ring", [1]), ("ring", [2, 3]), ("ring", [7])]
+    assert copier.experts[6:] == [[7]]
+
+
+@pytest.mark.parametrize(
+    "ids", [EVERY[:, :4], _ids([0, 1, 2, 3])], ids=["eight of ten", "four of ten"]
+)
+def test_nothing_is_sent_ahead_of_a_step_that_demands_a_part(ids: torch.Tensor) -> None:
+    cache, copier = _two_layers()
+    _run_waves(cache, ids, copier.log)
+    assert {jobs[0].store.layer_idx for jobs in copier.jobs} == {0}
+
+
+def test_nothing_is_sent_ahead_to_a_layer_with_empty_slots() -> None:
+    copier = RecordingCopier()
+    cache = small_cache(10, 2, num_layers=2, copier=copier, scheduler_class=RingScheduler)
+    _run_waves(cache, EVERY, copier.log)
+    assert {jobs[0].store.layer_idx for jobs in copier.jobs} == {0}
+
+
+def test_what_was_sent_ahead_before_a_step_broke_off_is_not_taken_for_another_layers() -> None:
+    cache, copier = _two_layers()
+    _run_waves(cache, EVERY, copier.log)  # and layer 1 never runs
+    cache.scheduler.begin_step()
+    waves = _run_waves(cache, EVERY, copier.log)
+    assert waves == [("slots", [8, 9]), *(("ring", [n, n + 1]) for n in (0, 2, 4, 6))]
+    _run_waves(cache, EVERY, copier.log, layer_idx=1)
+    assert audit(cache.scheduler) == []
+
+
+@given(
+    steps=st.lists(
+        st.lists(st.sets(st.integers(0, 9), min_size=3, max_size=10), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_waves_of_any_layers_compute_every_row_once(steps: list[list[set[int]]]) -> None:
+    copier = RecordingCopier()
+    cache = small_cache(10, 3, num_layers=3, copier=copier, scheduler_class=RingScheduler)
+    for step in steps:
+        cache.scheduler.begin_step()
+        for layer_idx, demanded in enumerate(step):
+            _run_waves(cache, _ids(sorted(demanded)), copier.log, layer_idx)
+            assert audit(cache.scheduler) == []
 
 
 def test_expert_waves_work_under_an_expert_map() -> None:
