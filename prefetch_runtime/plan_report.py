@@ -14,7 +14,19 @@ from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
 from prefetch_runtime.plan import Estimate, Plan, Planner, rounded
 
-SERVED_FORMATS = ("bfloat16", "float16")
+SERVED_FORMATS = (
+    "bfloat16",
+    "float16",
+    "fp8",
+    "fp8 in blocks",
+    "gptq 4 bits",
+    "gptq 8 bits",
+    "awq 4 bits",
+    "compressed-tensors float 8 bits",
+    "compressed-tensors int 4 bits",
+    "compressed-tensors int 8 bits",
+    "mxfp4",
+)
 """Formats of experts that this version's worker serves; it refuses the others at start."""
 
 CAVEAT = (

@@ -201,10 +201,11 @@ class TestPlan:
     def test_experts_that_the_worker_refuses_are_said_to_be(
         self, run: Callable[..., Ran], tmp_path: Path
     ) -> None:
-        config = {**GPT_OSS_20B.config, "quantization_config": {"quant_method": "mxfp4"}}
+        nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        config = {**GPT_OSS_20B.config, "quantization_config": nvfp4}
         ran = run("plan", _folder(tmp_path, config), "--gpu-gib", "8")
         _narrow(ran.out)
-        assert "mxfp4 experts are refused by this version's worker" in ran.out
+        assert "nvfp4 experts are refused by this version's worker" in ran.out
         assert "bfloat16 is taken" in " ".join(ran.out.split())
 
     def test_the_present_gpu_is_measured(

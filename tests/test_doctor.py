@@ -163,15 +163,25 @@ class TestItAgreesWithTheRest:
         ]
 
     def test_plans_call_those_formats_served_that_the_worker_serves(self) -> None:
-        # Read, not imported: it needs vLLM. "UnquantizedFusedMoEMethod" is bf16 and fp16.
+        # Read, not imported: it needs vLLM.
         source = (ROOT / "prefetch_runtime" / "vllm" / "kernels.py").read_text()
         (formats,) = (
             ast.literal_eval(node.value)
             for node in ast.parse(source).body
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FORMATS"
         )
-        assert formats == ("UnquantizedFusedMoEMethod",)
-        assert SERVED_FORMATS == ("bfloat16", "float16")
+        named = {
+            "UnquantizedFusedMoEMethod": ("bfloat16", "float16"),
+            "Fp8MoEMethod": ("fp8", "fp8 in blocks"),
+            "AutoGPTQMoEMethod": ("gptq 4 bits", "gptq 8 bits"),
+            "AutoAWQMoEMethod": ("awq 4 bits",),
+            "CompressedTensorsW8A8Fp8MoEMethod": ("compressed-tensors float 8 bits",),
+            "CompressedTensorsWNA16MarlinMoEMethod": ("compressed-tensors int 4 bits",),
+            "CompressedTensorsWNA16MoEMethod": ("compressed-tensors int 8 bits",),
+            "GptOssMxfp4MoEMethod": ("mxfp4",),
+        }
+        assert formats.keys() == named.keys()
+        assert set(SERVED_FORMATS) == {name for names in named.values() for name in names}
 
 
 class TestMeasuring:

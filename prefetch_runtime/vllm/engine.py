@@ -63,6 +63,8 @@ class PrefetchEngine:
         self._gates: list[torch.nn.Module | None] = []
         self.record_guesses = False
         """Whether a recorded trace holds the next routers' guesses."""
+        self.counts_loads = False
+        """Whether experts came through vLLM's loader, tensor by tensor."""
         self._vllm_config = vllm_config
         self._num_layers = 0
         self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}

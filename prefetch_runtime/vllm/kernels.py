@@ -10,8 +10,13 @@ from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_c
 
 from prefetch_runtime.vllm.checks import UnsupportedError
 
-WAVES_BY_EXPERT = ("TritonExperts",)
-"""CUDA kernels whose (token, k) rows can be kept apart until all waves have run."""
+ROWS_BY_EXPERT = ("TritonExperts",)
+"""CUDA kernels that compute a (token, k) row from its own expert and token alone: waves leave the
+blocks of absent experts out."""
+
+ROWS_BY_BLOCK = ("MarlinExperts",)
+"""CUDA kernels that divide the additions of a row by the order of all blocks of the launch: every
+launch has the blocks of the resident one, and waves keep the rows whose expert was there."""
 
 WAVES_BY_TOKEN = (
     "CPUUnquantizedExperts",
@@ -20,34 +25,95 @@ WAVES_BY_TOKEN = (
 )
 """CPU kernels: they return summed rows, and a token's row does not depend on the others."""
 
-FORMATS = ("UnquantizedFusedMoEMethod",)
-"""Quantisation methods whose results were proved bit-equal to the resident layer's."""
+FORMATS = {
+    "UnquantizedFusedMoEMethod": ("triton",),
+    "Fp8MoEMethod": ("triton", "marlin"),
+    "CompressedTensorsW8A8Fp8MoEMethod": ("triton", "marlin"),
+    "CompressedTensorsWNA16MarlinMoEMethod": ("marlin",),
+    "CompressedTensorsWNA16MoEMethod": ("marlin",),
+    "AutoGPTQMoEMethod": ("marlin",),
+    "AutoAWQMoEMethod": ("marlin",),
+    "GptOssMxfp4MoEMethod": ("marlin",),
+}
+"""vLLM's quantisation methods that are served, and the `--moe-backend`s that serve them, the
+nearest first."""
+
+OTHER_FORMATS = {
+    "MoeWNA16Method": "int4 that vLLM did not give to Marlin, which needs a hidden size that is a "
+    "multiple of 128 and group size 32, 64 or 128",
+}
+"""Why a method is refused that has a neighbour which is served."""
+
+
+def check_method(layer_name: str, method: Any) -> None:
+    """Refuse, before the weights are loaded, a format or kernel that cannot be served.
+
+    Raises:
+        UnsupportedError: names the nearest option that works.
+    """
+    name = type(method).__name__
+    if name not in FORMATS:
+        raise UnsupportedError(
+            f"{layer_name}: the expert cache cannot serve the format of {name}"
+            f"{': ' + OTHER_FORMATS[name] if name in OTHER_FORMATS else ''}; use an unquantised, "
+            "fp8, GPTQ, AWQ, compressed-tensors fp8 or int4, or (gpt-oss) MXFP4 checkpoint"
+        )
+    experts = getattr(method, "experts_cls", None)
+    if experts is None:
+        return
+    is_monolithic = getattr(experts, "is_monolithic", None)
+    if is_monolithic is not None and is_monolithic():
+        raise UnsupportedError(_routes_inside(layer_name, name))
+    _check_name(layer_name, name, experts.__name__)
 
 
 def check_kernel(layer_name: str, quant_method: Any) -> Any:
     """The expert kernel that vLLM built for a layer.
 
     Raises:
-        UnsupportedError: a kernel without expert ids (monolithic), or one not proved exact.
+        UnsupportedError: a kernel without expert ids (monolithic), one not proved exact, or one
+            that scales all tokens of a batch together.
     """
     method = type(quant_method).__name__
-    if method not in FORMATS:
-        raise UnsupportedError(
-            f"{layer_name}: the expert cache cannot serve the format of {method} yet; "
-            "use an unquantised (bf16 or fp16) checkpoint"
-        )
+    check_method(layer_name, quant_method)
     if quant_method.moe_kernel is None or quant_method.is_monolithic:
-        raise UnsupportedError(
-            f"{layer_name}: vLLM chose an expert kernel that routes inside itself (monolithic), so "
-            "the cache never sees the expert ids; add --moe-backend triton"
-        )
+        raise UnsupportedError(_routes_inside(layer_name, method))
     experts = quant_method.moe_kernel.fused_experts
-    if type(experts).__name__ not in WAVES_BY_EXPERT + WAVES_BY_TOKEN:
+    _check_name(layer_name, method, type(experts).__name__)
+    if "Fp8" in method and scales_the_batch(experts):
         raise UnsupportedError(
-            f"{layer_name}: vLLM chose the expert kernel {type(experts).__name__}, which the cache "
-            "cannot serve exactly; add --moe-backend triton"
+            f"{layer_name}: this fp8 checkpoint scales activations by the largest of the whole "
+            "batch (dynamic, per tensor), which waves of experts cannot know; add --moe-backend "
+            "marlin, or use a checkpoint with static, per-token or block scales"
         )
     return experts
+
+
+def _check_name(layer_name: str, method: str, kernel: str) -> None:
+    if kernel not in ROWS_BY_EXPERT + ROWS_BY_BLOCK + WAVES_BY_TOKEN:
+        raise UnsupportedError(
+            f"{layer_name}: vLLM chose the expert kernel {kernel}, which the cache cannot serve "
+            f"exactly; add {_remedy(method)}"
+        )
+
+
+def _routes_inside(layer_name: str, method: str) -> str:
+    return (
+        f"{layer_name}: vLLM chose an expert kernel that routes inside itself (monolithic), so "
+        f"the cache never sees the expert ids; add {_remedy(method)}"
+    )
+
+
+def _remedy(method: str) -> str:
+    return " or ".join(f"--moe-backend {backend}" for backend in FORMATS[method])
+
+
+def scales_the_batch(experts: Any) -> bool:
+    """Whether a kernel quantises its intermediate rows with one scale, found at run time."""
+    if type(experts).__name__ not in ROWS_BY_EXPERT:
+        return False
+    config = experts.quant_config
+    return bool(config.use_fp8_w8a8 and config.is_per_tensor and config.a2_scale is None)
 
 
 class TunedConfigs:
@@ -130,4 +196,6 @@ class RowKeeper:
         # Rows of experts outside the wave hold zeros or, in newer versions, whatever was there.
         torch.where(self._wave.unsqueeze(-1), rows, kept, out=kept)
         if self._is_last:
-            self._sum(kept, output)
+            # With an expert map vLLM would leave out what was in earlier waves.
+            maps = more[1:] if more else ()
+            self._sum(kept, output, *(more if more and maps == (None,) else ()))

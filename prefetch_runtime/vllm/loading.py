@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from prefetch_runtime.host_store import HostStore, LayerStore, RecordLayout
 from prefetch_runtime.slot_buffers import SlotBuffers
 
+SHARED = ("w13_input_scale", "w2_input_scale")
+"""Parameters [E] of which vLLM keeps the maximum over all experts (static fp8 activations)."""
+
 
 class _Uninitialised(TorchFunctionMode):
     """Notes the tensors that `torch.empty` made, whose contents nobody needs."""
@@ -89,12 +92,18 @@ def process_in_chunks(
     num_slots: int,
     device: torch.device,
     host_store: HostStore,
+    in_use: Callable[[Any, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
 ) -> tuple[LayerStore, SlotBuffers]:
     """Run a quantisation method's post-processing on `num_slots` experts at a time.
 
     Every chunk starts from the method's and the layer's state before the first one. The last
     chunk's parameters stay on the layer: they are the slots, and the kernel that the method built
-    on them has the right number of rows. The records end up in kernel format.
+    on them has the right number of rows. The records end up in kernel format. What a method takes
+    from all experts together (`SHARED`) it finds in every chunk.
+
+    Args:
+        in_use: given the layer and what a chunk left, the per-expert tensors that the kernel
+            reads; the others lose their memory. None: all.
 
     Returns:
         The layer's store in its final layout, and its slots.
@@ -102,10 +111,12 @@ def process_in_chunks(
     method, moe_config = layer.quant_method, layer.moe_config
     num_experts = store.num_experts
     raw = {name: layer._parameters[name] for name in (f.name for f in store.layout.fields)}
+    _share(raw)
     before = _State(layer, method)
     # Pinned memory moves at the speed of the link, so it is pinned before the chunks travel.
     host_store.pin(store.layer_idx)
     final: LayerStore | None = None
+    left: dict[str, torch.Tensor] = {}
     produced: dict[str, torch.Tensor] = {}
     for start in range(0, num_experts, num_slots):
         rows = min(num_slots, num_experts - start)
@@ -119,7 +130,8 @@ def process_in_chunks(
             layer._parameters[name] = parameter
         with _expert_count(layer, moe_config, num_slots):
             process(layer)
-        produced = _per_expert(layer, before.parameter_names - raw.keys(), num_slots)
+        left = _per_expert(layer, before.parameter_names - raw.keys(), num_slots)
+        produced = left if in_use is None else in_use(layer, left)
         layout = RecordLayout.from_tensors(
             {name: (tuple(t.shape[1:]), t.dtype) for name, t in produced.items()}
         )
@@ -128,7 +140,7 @@ def process_in_chunks(
             if layout != store.layout:
                 final = host_store.replace_layer(store.layer_idx, num_experts, layout)
         for name, tensor in produced.items():
-            if final is store and torch.equal(_bits(tensor), _bits(unchanged[name])):
+            if final is store and torch.equal(_bytes(tensor), _bytes(unchanged[name])):
                 continue
             _copy_rows(final.tensor(name)[start : start + rows], tensor)
         del unchanged
@@ -139,7 +151,22 @@ def process_in_chunks(
         for name in raw:
             raw[name].data = torch.empty(0)
         host_store.pin(final.layer_idx)
+    addresses = {tensor.data_ptr() for tensor in produced.values()}
+    for name, tensor in left.items():
+        if tensor.data_ptr() not in addresses:
+            layer._parameters[name].data = tensor.new_empty((num_slots, 0))
     return final, SlotBuffers.from_tensors(produced)
+
+
+def _share(raw: Mapping[str, torch.nn.Parameter]) -> None:
+    """Give every expert what vLLM will take from all of them: the largest activation scale.
+
+    vLLM reduces such a parameter [E] to one number for the layer, after loading. In a chunk it
+    would see that chunk's experts only.
+    """
+    for name in SHARED:
+        if name in raw and raw[name].dim() == 1:
+            raw[name].data.fill_(raw[name].data.max())
 
 
 class _State:
@@ -167,17 +194,21 @@ def _on_device(
     home = parameter.data
     chunk = torch.empty((num_slots, *home.shape[1:]), dtype=home.dtype, device=device)
     _copy_rows(chunk[:rows], home[start : start + rows])
-    chunk[rows:] = chunk[rows - 1]
+    for row in range(rows, num_slots):
+        _copy_rows(chunk[row : row + 1], chunk[rows - 1 : rows])
     made = torch.nn.Parameter(chunk, requires_grad=False)
     made.__dict__.update(parameter.__dict__)
     return made
 
 
 def _copy_rows(to: torch.Tensor, of: torch.Tensor) -> None:
-    """Copy expert by expert: a record's field is contiguous, a stack of them on the host is not,
-    and torch would pack such a stack into pageable memory first."""
+    """Copy expert by expert, as bytes, which every dtype can be.
+
+    A record's field is contiguous, a stack of them on the host is not, and torch would pack such a
+    stack into pageable memory first.
+    """
     for row, source in zip(to, of, strict=False):
-        row.copy_(source, non_blocking=True)
+        _bytes(row).copy_(_bytes(source), non_blocking=True)
 
 
 @contextmanager
@@ -185,7 +216,7 @@ def _expert_count(layer: Any, moe_config: Any, num_experts: int) -> Iterator[Non
     """Let the method see a layer of `num_experts` experts."""
     counts: list[tuple[Any, str, int]] = []
     for target, names in (
-        (layer, ("global_num_experts", "local_num_experts")),
+        (layer, ("global_num_experts", "local_num_experts", "num_experts")),
         (moe_config, ("num_experts", "num_local_experts", "num_logical_experts")),
         (layer.quant_method, ("num_experts",)),
     ):
@@ -213,6 +244,6 @@ def _per_expert(layer: Any, foreign: set[str], num_slots: int) -> dict[str, torc
     }
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes, so that NaN equals itself."""
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as bytes, so that NaN equals itself; a view if it is contiguous."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,6 +1,7 @@
 """The experts of one MoE layer, served from slots: replaces vLLM's `RoutedExperts`."""
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,11 +11,24 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.provider import CachedWeightProvider
 from prefetch_runtime.scheduler import Guesses
+from prefetch_runtime.vllm.checkpoint import LoadedExperts, needed_of
 from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
-from prefetch_runtime.vllm.kernels import RowKeeper, TunedConfigs, check_kernel, launched_as
+from prefetch_runtime.vllm.kernels import (
+    ROWS_BY_BLOCK,
+    RowKeeper,
+    TunedConfigs,
+    check_kernel,
+    check_method,
+    launched_as,
+)
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
+from prefetch_runtime.vllm.marlin import MarlinBlocks
+from prefetch_runtime.vllm.seats import Seats, fields_in_use
 
 REPLACED = "RoutedExperts"
+OF_MODELS = {"GptOssRoutedExperts": "vllm.model_executor.models.gpt_oss"}
+"""Classes of single models that only load their checkpoint differently, and where newer vLLM
+versions have them."""
 
 
 class PrefetchRoutedExperts(RoutedExperts):
@@ -31,12 +45,15 @@ class PrefetchRoutedExperts(RoutedExperts):
         self._cache_engine: PrefetchEngine = current_engine()
         self._cache_layer_idx = self._cache_engine.next_layer_idx()
         self._cache_store: Any = None
+        self._loaded: LoadedExperts | None = None
         super().__init__(*args, **kwargs)
 
     # Loading
 
     def _get_quant_method(self, *args: Any, **kwargs: Any) -> Any:
         method = super()._get_quant_method(*args, **kwargs)
+        check_method(self.layer_name, method)
+        self._loaded = LoadedExperts(self.layer_name, self.local_num_experts)
         create, process = method.create_weights, method.process_weights_after_loading
 
         def create_weights(layer: Any, **arguments: Any) -> None:
@@ -58,6 +75,49 @@ class PrefetchRoutedExperts(RoutedExperts):
         method.process_weights_after_loading = process_weights_after_loading
         return method
 
+    def weight_loader(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str | None,
+        expert_id: int | None,
+        return_success: bool = False,
+    ) -> bool | None:
+        """vLLM's own loader; what it loads is counted, to be checked once all is there.
+
+        Raises:
+            CheckpointError: the tensor does not fit the model.
+        """
+        inherited: Callable[..., bool | None] = super().weight_loader
+        assert self._loaded is not None
+        names = [name for name, known in self._parameters.items() if known is param]
+        return self._loaded.load(
+            names[0] if names else weight_name,
+            lambda: inherited(
+                param, loaded_weight, weight_name, shard_id, expert_id, return_success
+            ),
+            loaded_weight,
+            part=shard_id,
+            expert_id=expert_id,
+        )
+
+    def _check_loaded(self) -> None:
+        """Raise CheckpointError if the checkpoint lacks a tensor of an expert.
+
+        Loaders that fill parameters by themselves (random weights) are not counted.
+        """
+        loaded, method = self._loaded, self.quant_method
+        assert loaded is not None
+        if loaded.is_empty and not self._cache_engine.counts_loads:
+            return
+        self._cache_engine.counts_loads = True
+        loaded.check(
+            (field.name for field in self._cache_store.layout.fields),
+            needed=needed_of(method),
+            is_gated=bool(getattr(self.moe_config, "is_act_and_mul", True)),
+        )
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
@@ -78,6 +138,7 @@ class PrefetchRoutedExperts(RoutedExperts):
     def _move_in(self, process: Any) -> None:
         """Post-process the experts and put the layer under the scheduler's care."""
         engine = self._cache_engine
+        self._check_loaded()
         num_slots = engine.slots_for(
             self.layer_name, self._cache_store, top_k=self.top_k, is_first=self._is_first
         )
@@ -88,16 +149,22 @@ class PrefetchRoutedExperts(RoutedExperts):
             num_slots=num_slots,
             device=engine.device,
             host_store=engine.host_store,
+            in_use=fields_in_use,
         )
         self._cache_store = store
         self._experts = check_kernel(self.layer_name, self.quant_method)
+        self._seats = Seats(self, buffers.tensors)
         engine.scheduler.add_layer(
             self._cache_layer_idx, self.layer_name, store, buffers, expert_map=self.expert_map
         )
         self._tuned: TunedConfigs | None = None
+        self._blocks: MarlinBlocks | None = None
         self._rows: RowKeeper | None = None
         if engine.device.type == "cuda":
-            self._tuned = TunedConfigs(self._experts, store.num_experts, self.top_k)
+            if type(self._experts).__name__ in ROWS_BY_BLOCK:
+                self._blocks = MarlinBlocks(self._experts, store.num_experts, self.top_k)
+            else:
+                self._tuned = TunedConfigs(self._experts, store.num_experts, self.top_k)
             self._rows = RowKeeper(
                 self._experts, engine.wave_rows(self.top_k, self.hidden_size, self.params_dtype)
             )
@@ -137,10 +204,19 @@ class PrefetchRoutedExperts(RoutedExperts):
                 config = self._tuned.of(x, self.w13_weight, self.w2_weight)
                 stack.enter_context(launched_as(config))
             padding = engine.padding(topk_ids.shape[0])
+            if self._blocks is not None:
+                padding = None  # rows of padding are in the blocks, and weigh on the others' bits
             guesses = engine.guesses(self._cache_layer_idx, x)
             if scheduler.fits(self._cache_layer_idx, topk_ids):
                 result = provider.prepare(topk_ids, padding=padding, guesses=guesses)
-                return super().forward_modular(x, topk_weights, result.topk_ids, *args, **kwargs)
+                if self._blocks is None:
+                    topk_ids = result.topk_ids
+                else:
+                    slot_of = scheduler.mapping(scheduler.layer(self._cache_layer_idx))
+                    stack.enter_context(
+                        self._blocks.on(slot_of, x, self.w13_weight, self.w2_weight)
+                    )
+                return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
             forward = self._forward_by_token if self._rows is None else self._forward_by_expert
             return forward(guesses, x, topk_weights, topk_ids, *args, **kwargs)
 
@@ -171,41 +247,53 @@ class PrefetchRoutedExperts(RoutedExperts):
         **kwargs: Any,
     ) -> Any:
         assert self._rows is not None
-        slots = {
-            name: parameter.data
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-        }
         output: Any = None
         try:
             scheduler = self._cache_engine.scheduler
             for wave in scheduler.expert_waves(self._cache_layer_idx, topk_ids, guesses):
-                for name, tensor in wave.buffers.tensors.items():
-                    self._parameters[name].data = tensor
-                self._wave_map = wave.expert_map
+                self._seats.point(wave.buffers.tensors)
                 in_wave = wave.expert_map[topk_ids.long()] >= 0
-                with self._rows.wave(in_wave, is_last=wave.is_last):
+                with ExitStack() as stack:
+                    stack.enter_context(self._rows.wave(in_wave, is_last=wave.is_last))
+                    if self._blocks is None:
+                        self._wave_map = wave.expert_map
+                    else:
+                        stack.enter_context(
+                            self._blocks.on(wave.expert_map, x, self.w13_weight, self.w2_weight)
+                        )
                     output = super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
         finally:
             self._wave_map = None
-            for name, tensor in slots.items():
-                self._parameters[name].data = tensor
+            self._seats.restore()
         return output
 
 
 def register() -> None:
     """Let vLLM build `PrefetchRoutedExperts` wherever a model asks for `RoutedExperts`."""
-    if op_registry_oot.get(REPLACED) is PrefetchRoutedExperts:
+    if is_registered():
         return
-    if REPLACED in op_registry_oot:
-        raise RuntimeError(
-            f"another plugin has replaced vLLM's {REPLACED} with "
-            f"{op_registry_oot[REPLACED].__name__}; the expert cache cannot stack on it"
-        )
-    PluggableLayer.register_oot(name=REPLACED)(PrefetchRoutedExperts)
+    taken: dict[str, type[RoutedExperts]] = {REPLACED: PrefetchRoutedExperts}
+    for name, module in OF_MODELS.items():
+        theirs = getattr(importlib.import_module(module), name, None)
+        if theirs is not None:
+            taken[name] = type(f"Prefetch{name}", (PrefetchRoutedExperts, theirs), {})
+    for name in taken:
+        if name in op_registry_oot:
+            raise RuntimeError(
+                f"another plugin has replaced vLLM's {name} with "
+                f"{op_registry_oot[name].__name__}; the expert cache cannot stack on it"
+            )
+    for name, ours in taken.items():
+        PluggableLayer.register_oot(name=name)(ours)
+
+
+def is_registered() -> bool:
+    """Whether the next model of this process is built with our experts."""
+    return op_registry_oot.get(REPLACED) is PrefetchRoutedExperts
 
 
 def unregister() -> None:
     """Undo `register`, so that the next model of this process is vLLM's own."""
-    if op_registry_oot.get(REPLACED) is PrefetchRoutedExperts:
-        del op_registry_oot[REPLACED]
+    if is_registered():
+        for name in (REPLACED, *OF_MODELS):
+            op_registry_oot.pop(name, None)

@@ -98,13 +98,13 @@ def run_plans(plans: Sequence[Plan], folder: Path, *, budget_s: float) -> dict[s
     """Run all plans at once; the record, or the error, of every engine by name."""
     deadline = time.monotonic() + budget_s
     with ThreadPoolExecutor(len(plans)) as pool:
-        done = list(pool.map(lambda plan: _run_plan(plan, folder / plan.name, deadline), plans))
+        done = list(pool.map(lambda plan: run_plan(plan, folder / plan.name, deadline), plans))
     records = {name: record for of_plan in done for name, record in of_plan.items()}
     _keep(folder, records)
     return records
 
 
-def _run_plan(plan: Plan, folder: Path, deadline: float) -> dict[str, Any]:
+def run_plan(plan: Plan, folder: Path, deadline: float) -> dict[str, Any]:
     """A process for all engines; when one takes it down, another for those that are left."""
     folder.mkdir(parents=True)
     spec, out, log = folder / "spec.json", folder / "out.pt", folder / "log"

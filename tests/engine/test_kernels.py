@@ -104,6 +104,19 @@ class TestRowKeeper:
         assert torch.equal(given[0], rows)
         assert torch.equal(output, rows.sum(1))
 
+    @pytest.mark.parametrize("has_map", [True, False])
+    def test_the_sum_of_all_waves_knows_no_expert_map(self, has_map: bool) -> None:
+        # Marlin's sum has to be given ids; one wave's map would leave out the other waves' rows.
+        given: list[tuple[Any, ...]] = []
+        kernel = SimpleNamespace(moe_sum=lambda rows, output, *more: given.append(more))  # noqa: ARG005
+        keeper = RowKeeper(kernel, torch.zeros(8, self.K, self.H))
+        ids = torch.zeros(self.T, self.K, dtype=torch.int32)
+        rows, in_wave = torch.zeros(self.T, self.K, self.H), ids == 0
+        more = (ids, torch.zeros(4) if has_map else None)
+        with keeper.wave(in_wave, is_last=True):
+            kernel.moe_sum(rows, torch.empty(self.T, self.H), *more)
+        assert given == [() if has_map else more]
+
     def test_a_wave_that_fails_leaves_vllms_sum_in_force(self) -> None:
         kernel, _ = self._kernel()
         keeper = RowKeeper(kernel, torch.zeros(8, self.K, self.H))

@@ -271,8 +271,53 @@ class TestKernels:
     def test_a_format_that_was_not_proved(self) -> None:
         from prefetch_runtime.vllm.kernels import check_kernel
 
-        with pytest.raises(ConfigError, match="cannot serve the format of SimpleNamespace yet"):
+        with pytest.raises(ConfigError, match="cannot serve the format of SimpleNamespace; use an"):
             check_kernel("l", SimpleNamespace(moe_kernel=None, is_monolithic=False))
+
+    @pytest.mark.parametrize(
+        ("method", "remedy"),
+        [
+            ("Fp8MoEMethod", "add --moe-backend triton or --moe-backend marlin"),
+            ("AutoGPTQMoEMethod", "add --moe-backend marlin"),
+            ("GptOssMxfp4MoEMethod", "add --moe-backend marlin"),
+        ],
+    )
+    def test_before_anything_is_loaded_and_with_what_would_work(
+        self, method: str, remedy: str
+    ) -> None:
+        from prefetch_runtime.vllm.kernels import check_method
+
+        def chosen(experts: type) -> Any:
+            return type(method, (), {"experts_cls": experts})()
+
+        check_method("l", chosen(TritonExperts))
+        with pytest.raises(ConfigError, match=f"l: .* kernel DeepGemmExperts, .*{remedy}$"):
+            check_method("l", chosen(DeepGemmExperts))
+        monolithic = type("TritonExperts", (), {"is_monolithic": staticmethod(lambda: True)})
+        with pytest.raises(ConfigError, match=f"routes inside itself .*{remedy}$"):
+            check_method("l", chosen(monolithic))
+
+    def test_int4_that_vllm_did_not_give_to_marlin(self) -> None:
+        from prefetch_runtime.vllm.kernels import check_method
+
+        with pytest.raises(ConfigError, match="MoeWNA16Method: int4 that vLLM did not give to M"):
+            check_method("l", type("MoeWNA16Method", (), {})())
+
+    @pytest.mark.parametrize(("scale", "is_refused"), [(None, True), (torch.ones(()), False)])
+    def test_activations_scaled_by_the_whole_batch(self, scale: Any, is_refused: bool) -> None:
+        from prefetch_runtime.vllm.kernels import check_kernel
+
+        experts: Any = TritonExperts()
+        experts.quant_config = SimpleNamespace(
+            use_fp8_w8a8=True, is_per_tensor=True, a2_scale=scale
+        )
+        method: Any = type("Fp8MoEMethod", (), {})()
+        method.moe_kernel, method.is_monolithic = SimpleNamespace(fused_experts=experts), False
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"l: .* of the whole batch .* marlin, or"):
+                check_kernel("l", method)
+        else:
+            assert check_kernel("l", method) is experts
 
 
 @pytest.mark.parametrize("slots", [4, 32])

@@ -1,0 +1,120 @@
+"""Counts what a checkpoint brought for each expert, and refuses one that is not whole.
+
+vLLM serves what it finds: an expert whose tensor is missing keeps whatever its memory held, a
+missing scale is 1.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_ALL = -1
+_NEVER_IN_A_CHECKPOINT = ("sort_indices",)
+_MAY_BE_ABSENT = ("g_idx", "weight_shape", "qzeros", "bias")
+"""Tensors that a format may leave out for all experts together."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that lacks experts' tensors, or holds some that do not fit the model."""
+
+
+class LoadedExperts:
+    """What was loaded into one layer's per-expert parameters."""
+
+    def __init__(self, layer_name: str, num_experts: int) -> None:
+        self._layer_name = layer_name
+        self._num_experts = num_experts
+        self._found: dict[str, dict[str, set[int]]] = {}
+        """Parameter to part ("w1", "w2", "w3", ...) to experts; `_ALL` for all at once."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing went through vLLM's loader of experts."""
+        return not self._found
+
+    def load(
+        self,
+        name: str,
+        load: Callable[[], bool | None],
+        loaded: torch.Tensor,
+        *,
+        part: str | None,
+        expert_id: int | None,
+    ) -> bool | None:
+        """Call `load`, which copies `loaded` into parameter `name`, and note it.
+
+        Raises:
+            CheckpointError: the tensor does not fit the model.
+        """
+        try:
+            success = load()
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._layer_name}: {_which(name, part)} of {_whom(expert_id)} in the "
+                f"checkpoint is {tuple(loaded.shape)} {loaded.dtype}, which does not fit the "
+                f"model: {error}"
+            ) from error
+        if success is not False:
+            whole = expert_id is None or loaded.dim() == 3
+            experts = self._found.setdefault(name, {}).setdefault(part or "", set())
+            experts.add(_ALL if whole or expert_id is None else expert_id)
+        return success
+
+    def check(self, names: Iterable[str], *, needed: Iterable[str] = (), is_gated: bool) -> None:
+        """Raise unless every expert has all its tensors.
+
+        Args:
+            names: the layer's per-expert parameters.
+            needed: those that may not be absent, though the format in general lets them be.
+            is_gated: whether w13 has two halves.
+
+        Raises:
+            CheckpointError: names the first expert and tensor that is missing.
+        """
+        missing: list[tuple[str, str, int | None]] = []
+        for name in names:
+            parts = self._found.get(name, {})
+            if not parts:
+                optional = any(word in name for word in _MAY_BE_ABSENT) and name not in needed
+                if not optional and not any(word in name for word in _NEVER_IN_A_CHECKPOINT):
+                    missing.append((name, "", None))
+                continue
+            expected = set(parts)
+            if is_gated and name.startswith("w13") and expected & {"w1", "w3"}:
+                expected |= {"w1", "w3"}
+            for part in sorted(expected):
+                experts = parts.get(part, set())
+                if _ALL not in experts:
+                    absent = sorted(set(range(self._num_experts)) - experts)
+                    missing.extend((name, part, expert) for expert in absent)
+        if missing:
+            name, part, expert = missing[0]
+            more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"{self._layer_name}: the checkpoint has no {_which(name, part)} of "
+                f"{_whom(expert)}{more}; it is incomplete, or not of the model and the "
+                "quantisation that its config.json names"
+            )
+
+
+def _which(name: str, part: str | None) -> str:
+    inside = {"w1": " (gate_proj, w1)", "w3": " (up_proj, w3)", "w2": " (down_proj, w2)"}
+    return name + inside.get(part or "", "")
+
+
+def _whom(expert_id: int | None) -> str:
+    return "any expert" if expert_id is None else f"expert {expert_id}"
+
+
+def needed_of(method: Any) -> set[str]:
+    """Per-expert parameters that a quantisation method cannot do without, optional as they are."""
+    config = getattr(method, "quant_config", None)
+    needed: set[str] = set()
+    if type(method).__name__ == "AutoAWQMoEMethod" or getattr(config, "is_sym", True) is False:
+        needed |= {"w13_qzeros", "w2_qzeros"}
+    if getattr(config, "desc_act", False):
+        needed |= {"w13_g_idx", "w2_g_idx"}
+    if getattr(method, "actorder", None) == "group":
+        needed |= {"w13_weight_g_idx", "w2_weight_g_idx"}
+    return needed

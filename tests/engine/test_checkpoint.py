@@ -1,0 +1,117 @@
+"""What a checkpoint brought is counted; one that is not whole is refused by name."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prefetch_runtime.vllm.checkpoint import CheckpointError, LoadedExperts, needed_of
+
+pytestmark = pytest.mark.engine
+
+E = 3
+NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_g_idx")
+PARTS = {"w13": ("w1", "w3"), "w2_": ("w2",)}
+
+
+def _load(loaded: LoadedExperts, name: str, part: str | None, expert: int | None) -> None:
+    loaded.load(name, lambda: None, torch.zeros(2, 2), part=part, expert_id=expert)
+
+
+def _whole(*without: tuple[str, str, int]) -> LoadedExperts:
+    loaded = LoadedExperts("layer 7", E)
+    for name in NAMES[:4]:
+        for part in PARTS[name[:3]]:
+            for expert in range(E):
+                if (name, part, expert) not in without:
+                    _load(loaded, name, part, expert)
+    return loaded
+
+
+def test_a_whole_checkpoint_passes() -> None:
+    _whole().check(NAMES, is_gated=True)
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        (
+            [("w2_weight", "w2", 1)],
+            "layer 7: the checkpoint has no w2_weight (down_proj, w2) of expert 1; it is",
+        ),
+        (
+            [("w13_weight_scale", "w3", 2)],
+            "layer 7: the checkpoint has no w13_weight_scale (up_proj, w3) of expert 2; it is",
+        ),
+        (
+            [("w13_weight", "w1", e) for e in range(E)],
+            "no w13_weight (gate_proj, w1) of expert 0 and 2 more tensors; it is",
+        ),
+        ([("w2_weight_scale", "w2", e) for e in range(E)], "no w2_weight_scale of any expert;"),
+    ],
+)
+def test_what_is_missing_is_named(without: list[Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        _whole(*without).check(NAMES, is_gated=True)
+
+
+def test_an_optional_tensor_may_be_absent_for_all_but_not_for_some() -> None:
+    loaded = _whole()
+    for part in ("w1", "w3"):
+        _load(loaded, "w13_g_idx", part, 0)
+    with pytest.raises(CheckpointError, match=r"no w13_g_idx .* of expert 1 and 3 more"):
+        loaded.check(NAMES, is_gated=True)
+
+
+def test_an_optional_tensor_that_the_method_needs_is_missed() -> None:
+    with pytest.raises(CheckpointError, match="no w13_g_idx of any expert"):
+        _whole().check(NAMES, needed={"w13_g_idx"}, is_gated=True)
+
+
+def test_experts_without_a_gate_have_one_part() -> None:
+    loaded = LoadedExperts("l", 1)
+    _load(loaded, "w13_weight", "w1", 0)
+    loaded.check(["w13_weight"], is_gated=False)
+    with pytest.raises(CheckpointError, match="w3"):
+        loaded.check(["w13_weight"], is_gated=True)
+
+
+@pytest.mark.parametrize(("part", "expert"), [(None, None), ("w1", 0)])
+def test_all_experts_may_come_at_once(part: str | None, expert: int | None) -> None:
+    loaded = LoadedExperts("l", E)
+    for name in (part, "w3" if part else None):
+        loaded.load("w13_weight", lambda: True, torch.zeros(E, 2, 2), part=name, expert_id=expert)
+    loaded.check(["w13_weight"], is_gated=True)
+
+
+def test_a_tensor_that_was_not_taken_is_not_counted() -> None:
+    loaded = LoadedExperts("l", 1)
+    assert not loaded.load("w2_weight", lambda: False, torch.zeros(1), part="w2", expert_id=0)
+    assert loaded.is_empty
+
+
+def test_a_tensor_that_does_not_fit_says_which_and_why() -> None:
+    loaded = LoadedExperts("layer 7", E)
+
+    def fail() -> None:
+        torch.zeros(2, 2).copy_(torch.zeros(3, 2))
+
+    message = r"layer 7: w2_weight \(down_proj, w2\) of expert 1 in the checkpoint is \(3, 2\) "
+    with pytest.raises(CheckpointError, match=message + ".* does not fit the model: The size"):
+        loaded.load("w2_weight", fail, torch.zeros(3, 2), part="w2", expert_id=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "needed"),
+    [
+        (SimpleNamespace(), set()),
+        (SimpleNamespace(quant_config=SimpleNamespace(is_sym=True, desc_act=False)), set()),
+        (SimpleNamespace(quant_config=SimpleNamespace(is_sym=False)), {"w13_qzeros", "w2_qzeros"}),
+        (SimpleNamespace(quant_config=SimpleNamespace(desc_act=True)), {"w13_g_idx", "w2_g_idx"}),
+        (SimpleNamespace(actorder="group"), {"w13_weight_g_idx", "w2_weight_g_idx"}),
+    ],
+)
+def test_what_a_method_needs(method: Any, needed: set[str]) -> None:
+    assert needed_of(method) == needed
