@@ -17,8 +17,8 @@ _SMALLEST = 4096  # ids; a decode step of 64 tokens with guesses for 16 of 128 e
 class Sent(NamedTuple):
     """What is on its way; `DemandReader.receive` takes it, once for each time it was sent."""
 
-    host: torch.Tensor
-    """[T, K + G] int32 on the host, overwritten by the next demand that is sent."""
+    host: IntArray
+    """[T, K + G] view of pinned memory, overwritten by the next demand that is sent."""
     top_k: int
 
 
@@ -38,7 +38,7 @@ class DemandReader:
             ids = torch.cat([topk_ids.int(), guesses.int()], dim=1)
         host = self._room(ids.numel()).view(ids.shape)
         host.copy_(ids, non_blocking=True)
-        return Sent(host, topk_ids.shape[1])
+        return Sent(host.numpy(), topk_ids.shape[1])
 
     def receive(self, sent: Sent) -> tuple[IntArray, IntArray | None]:
         """([T, K] ids, [T, G] guesses) as new arrays. Waits for the current stream up to here, the
@@ -46,7 +46,7 @@ class DemandReader:
         if self._arrived is not None:
             self._arrived.record()
             self._arrived.synchronize()
-        both: IntArray = sent.host.numpy().copy()
+        both = sent.host.copy()
         if both.shape[1] == sent.top_k:
             return both, None
         return both[:, : sent.top_k], both[:, sent.top_k :]

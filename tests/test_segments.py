@@ -182,11 +182,14 @@ class Chain:
     def step(self) -> torch.Tensor:
         y = self.x + 1
         for fetched in self.fetched:
-            ids = y.long() % 8
-            self.ids.copy_(ids, non_blocking=True)
-            between_segments(lambda fetched=fetched: self.fetch(fetched))  # type: ignore[misc]
-            y = y * fetched + 1
+            y = self.layer(y, fetched)
         return y
+
+    def layer(self, y: torch.Tensor, fetched: torch.Tensor) -> torch.Tensor:
+        ids = y.long() % 8
+        self.ids.copy_(ids, non_blocking=True)
+        between_segments(lambda: self.fetch(fetched))
+        return y * fetched + 1
 
     def fetch(self, fetched: torch.Tensor) -> None:
         if fetched.is_cuda:
@@ -279,18 +282,20 @@ class TestOnTheGpu:
     ) -> None:
         chain = Chain(3, cuda)
 
-        @torch.library.custom_op("segments_test::fetch", mutates_args=("fetched",))
-        def fetch(ids: torch.Tensor, fetched: torch.Tensor, index: int) -> None:
-            chain.ids.copy_(ids, non_blocking=True)
-            assert fetched.data_ptr() == chain.fetched[index].data_ptr()
-            between_segments(lambda: chain.fetch(chain.fetched[index]))
+        @torch.library.custom_op("segments_test::layer", mutates_args=())
+        def layer(y: torch.Tensor, index: int) -> torch.Tensor:
+            # As in vLLM's op of a MoE layer, the break is in its Python body.
+            return chain.layer(y, chain.fetched[index])
+
+        @layer.register_fake
+        def _(y: torch.Tensor, index: int) -> torch.Tensor:  # noqa: ARG001
+            return torch.empty_like(y)
 
         @torch.compile(fullgraph=True)
         def step(x: torch.Tensor) -> torch.Tensor:
             y = x + 1
             for index in range(3):
-                fetch(y.long() % 8, chain.fetched[index], index)
-                y = y * chain.fetched[index] + 1
+                y = layer(y, index)
             return y
 
         step(chain.x)
