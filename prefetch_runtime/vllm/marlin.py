@@ -83,9 +83,8 @@ class MarlinBlocks:
     ) -> Iterator[None]:
         """Within this context vLLM's Marlin takes expert ids, and reads the weights at their slots.
 
-        `slot_of` [E] int32 on the device: row of each expert, -1 for absent ones, whose rows hold
-        nothing of use. They are computed all the same, on row 0: what is left out would change the
-        other rows' bits.
+        `slot_of` [E] int32 on the device: row of each expert that a token was routed to. In a wave
+        see `with_spare`.
         """
         size = self.block_size(x, w13, w2)
         align, launch = getattr(marlin_moe, _ALIGN), getattr(marlin_moe, _LAUNCH)
@@ -94,14 +93,22 @@ class MarlinBlocks:
         def by_expert(topk_ids: torch.Tensor, *_: Any, **more: Any) -> Any:
             sorted_ids, expert_ids, num_rows = align(topk_ids, size, self._num_experts, **more)
             # Beyond the blocks that are there the list holds -1 or anything else.
-            slots = slot_of[expert_ids.clamp(0, last).long()].clamp(min=0)
-            return sorted_ids, slots.to(expert_ids.dtype), num_rows
+            return sorted_ids, slot_of[expert_ids.clamp(0, last).long()], num_rows
 
         def launched(**arguments: Any) -> Any:
             return launch(**{**arguments, "block_size_m": size})
 
         with _replaced(_ALIGN, by_expert), _replaced(_LAUNCH, launched):
             yield
+
+
+def with_spare(slot_of: torch.Tensor) -> torch.Tensor:
+    """[E] `slot_of` with a row of the wave in place of each -1.
+
+    Blocks of experts outside of the wave are computed all the same, on another expert's weights:
+    without them the other rows' bits would change. Their own rows are not kept.
+    """
+    return torch.where(slot_of < 0, slot_of.amax(), slot_of)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from prefetch_runtime.vllm.kernels import (
     launched_as,
 )
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
-from prefetch_runtime.vllm.marlin import MarlinBlocks
+from prefetch_runtime.vllm.marlin import MarlinBlocks, with_spare
 from prefetch_runtime.vllm.seats import Seats, fields_in_use
 
 REPLACED = "RoutedExperts"
@@ -258,8 +258,9 @@ class PrefetchRoutedExperts(RoutedExperts):
                     if self._blocks is None:
                         self._wave_map = wave.expert_map
                     else:
+                        slot_of = with_spare(wave.expert_map)
                         stack.enter_context(
-                            self._blocks.on(wave.expert_map, x, self.w13_weight, self.w2_weight)
+                            self._blocks.on(slot_of, x, self.w13_weight, self.w2_weight)
                         )
                     output = super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
         finally:

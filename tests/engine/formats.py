@@ -30,7 +30,10 @@ from prefetch_runtime.stats import RuntimeStats
 from tests.engine.gpu_runs import Plan, batch, engine, run_plan
 from tests.helpers.checkpoints import FAMILIES, FORMATS, VOCAB, Family, cases, write
 
-MODES = ("eager", "full")
+MODES = ("eager", "full", "segmented")
+REFERENCE = {"eager": "eager", "full": "graphs", "segmented": "graphs"}
+"""What vLLM alone runs with, for each mode."""
+
 SLOTS = ("top_k", "half", "all")
 SIZES = [1, 2, 4]
 GRAPHS = {
@@ -121,22 +124,22 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
         common["moe_backend"] = FORMATS[case.format].backend
     kinds: dict[str, dict[str, Any]] = {
         "eager": {**common, "enforce_eager": True},
-        "full": {**common, **GRAPHS},
+        "graphs": {**common, **GRAPHS},
     }
     engines = []
-    for mode in modes:
+    for kind in sorted({REFERENCE[mode] for mode in modes}):
         widest = sorted({case.widest(case.slots(which)) for which in slots})
-        more = {"widest": widest} if mode == "full" else {}
-        engines.append(engine(f"{mode}/alone", RUNS, llm=kinds[mode], **more))
-        again = {"widest": widest[-1:]} if mode == "full" else {}
-        engines.append(engine(f"{mode}/again", RUNS, llm=kinds[mode], **again))
+        more = {"widest": widest} if kind == "graphs" else {}
+        engines.append(engine(f"{kind}/alone", RUNS, llm=kinds[kind], **more))
+        again = {"widest": widest[-1:]} if kind == "graphs" else {}
+        engines.append(engine(f"{kind}/again", RUNS, llm=kinds[kind], **again))
     for mode in modes:
         engines.extend(
             engine(
                 f"{mode}/{which}",
                 RUNS,
                 {"slots_per_layer": case.slots(which), "mode": mode},
-                llm=kinds[mode],
+                llm=kinds[REFERENCE[mode]],
             )
             for which in slots
         )
@@ -155,7 +158,8 @@ def cells_of(
 
 
 def _outcome(case: Case, mode: str, which: str, records: Mapping[str, Any]) -> tuple[str, str, int]:
-    alone, again = records[f"{mode}/alone"], records[f"{mode}/again"]
+    kind = REFERENCE[mode]
+    alone, again = records[f"{kind}/alone"], records[f"{kind}/again"]
     ours = records[f"{mode}/{which}"]
     if "error" in alone:
         return "not run", f"vLLM alone: {_last_line(alone['error'])}", 0
@@ -167,11 +171,11 @@ def _outcome(case: Case, mode: str, which: str, records: Mapping[str, Any]) -> t
         return ("not run" if "not run:" in message else "error"), message, 0
     if alone["loaded"]:
         return "error", f"the reference had loaded {alone['loaded']}", 0
-    widest = case.widest(case.slots(which)) if mode == "full" else None
+    widest = case.widest(case.slots(which)) if kind == "graphs" else None
     expected = _runs(alone, widest)
     if "error" not in again:
-        other = _runs(again, widest if widest is None else _widest_of(again))
-        steady = differences(other, _runs(alone, None if widest is None else _widest_of(again)))
+        compared = _widest_of(again) if kind == "graphs" else None
+        steady = differences(_runs(again, compared), _runs(alone, compared))
         if steady:
             return "unsteady", f"vLLM alone, twice: {steady[0]}", 0
     found = differences(ours["runs"], expected)
@@ -189,8 +193,8 @@ def _outcome(case: Case, mode: str, which: str, records: Mapping[str, Any]) -> t
         return "error", f"{len(stats.layers)} layers of {layer.num_slots} slots", size
     if which != "all" and not (stats.total("misses") and stats.total("waves")):
         return "error", "nothing was missed, so nothing was shown", size
-    compared = sum(len(o) for run in expected.values() for o in run["layers"].values())
-    return "equal", f"{compared} outputs", size
+    outputs = sum(len(o) for run in expected.values() for o in run["layers"].values())
+    return "equal", f"{outputs} outputs", size
 
 
 def _runs(record: Mapping[str, Any], widest: int | None) -> dict[str, Any]:
@@ -220,10 +224,10 @@ def run_cases(
 ) -> list[Cell]:
     """Run the cases, `jobs` at once; print the cells of each as it ends."""
     deadline = time.monotonic() + budget_s
-    models = {case: write(checkpoints(), case.family, case.format) for case in chosen}
 
     def one(case: Case) -> list[Cell]:
-        plan = plan_of(case, modes, slots, models[case])
+        model = write(checkpoints(), case.family, case.format)
+        plan = plan_of(case, modes, slots, model)
         records = run_plan(plan, logs / case.name, deadline)
         cells = cells_of(case, modes, slots, records)
         starts = [f"{r['start_s']:.0f}" for r in records.values() if "start_s" in r]
@@ -268,7 +272,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=["*"], help="patterns of FAMILY-FORMAT")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--slots", default=",".join(SLOTS))
     parser.add_argument("--jobs", type=int, default=6, help="cases at once")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for everything")
@@ -300,7 +304,7 @@ def main() -> int:
     else:
         modes, slots = options.modes.split(","), options.slots.split(",")
         if not torch.cuda.is_available():
-            modes = [mode for mode in modes if mode == "eager"]  # full mode is CUDA graphs
+            modes = ["eager"]  # the others are CUDA graphs
         logs = options.logs or Path(tempfile.mkdtemp(prefix="formats-"))
         print(f"logs in {logs}", flush=True)
         cells = run_cases(
