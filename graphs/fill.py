@@ -42,13 +42,15 @@ class ExpertFill:
             table.num_layers, programs, dtype=torch.int32, device=table.device
         )
         self._ready = torch.zeros(table.num_layers, dtype=torch.int32, device=table.device)
+        self._finished = torch.zeros_like(self._ready)
 
     def fill(self, layer_idx: int) -> None:
         """Copy what the layer's last plan listed; returns at once when that is nothing."""
         self.table.require_layer(layer_idx)
         records = self.records
         fill_kernel[(self._programs,)](
-            self.table.misses, self.table.miss_count, records.header, records.units, layer_idx,
+            self.table.misses, self.table.miss_count, self.table.counters, self.table.stamps,
+            self._finished, records.header, records.units, layer_idx,
             self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
             num_warps=self._num_warps,
         )  # fmt: skip
@@ -67,7 +69,7 @@ class ExpertFill:
         # The header is the last of the tensors; without a prefetch hook it is a placeholder.
         tensors = (*tensors[:-1], records.header)
         self._resolve_fill_kernel[(self._programs,)](
-            *tensors, records.units, self._tickets, self._ready,
+            *tensors, records.units, self._tickets, self._ready, self._finished,
             **{**sizes, "U": records.max_units},
             BLOCK=block_for(sizes["n"], self._num_warps), TOUCH=False, PROGRAMS=self._programs,
             UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self._num_warps,

@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from graphs import layout
-from graphs.resolve_kernels import of_policy, plan
+from graphs.clock_kernels import nanoseconds
+from graphs.resolve_kernels import (
+    FILLED,
+    NUM_COUNTERS,
+    NUM_STAMPS,
+    PLANNED,
+    STALL_NS,
+    count,
+    of_policy,
+    plan,
+)
 
 HIT: Any = None
 INSERT: Any = None
@@ -81,9 +91,20 @@ def copy_listed(
         turn = unit - num_units
 
 
+@triton.jit
+def count_stall(finished, counters, stamps, layer_idx, num_programs):
+    """The last program of a fill to end adds the time since the plan. `finished` [L] is left 0."""
+    tl.debug_barrier()  # all threads have copied
+    ended = nanoseconds()
+    if tl.atomic_add(finished + layer_idx, 1, sem="acq_rel") == num_programs - 1:
+        tl.store(finished + layer_idx, 0)
+        planned = tl.load(stamps + layer_idx * NUM_STAMPS + PLANNED)
+        count(counters + layer_idx * NUM_COUNTERS, STALL_NS, ended - planned)
+
+
 @triton.jit(do_not_specialize=["layer_idx"])
 def fill_kernel(
-    misses, miss_count, header, units, layer_idx,
+    misses, miss_count, counters, stamps, finished, header, units, layer_idx,
     S: tl.constexpr, U: tl.constexpr, UNIT_BYTES: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Copy what the layer's last plan listed; nothing listed, nothing read but the count."""
@@ -94,13 +115,14 @@ def fill_kernel(
             units + layer_idx.to(tl.int64) * (U * NUM_UNIT_COLUMNS),
             tl.program_id(0), tl.num_programs(0), UNIT_BYTES, TAIL,
         )  # fmt: skip
+        count_stall(finished, counters, stamps, layer_idx, tl.num_programs(0))
 
 
 def resolve_fill_kernel(
     topk_ids, padding, out,
-    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
+    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
     entries, entry_count, progress, demand, bytes_before, header,
-    units, tickets, ready,
+    units, tickets, ready, finished,
     layer_idx, n, row_stride,
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
@@ -119,7 +141,7 @@ def resolve_fill_kernel(
         plan(
             topk_ids, padding, out,
             mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
-            entries, entry_count, progress, demand, bytes_before, header,
+            stamps, entries, entry_count, progress, demand, bytes_before, header,
             layer_idx, n, row_stride, E, S, U, F, TOP_K,
             BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,
         )  # fmt: skip
@@ -136,6 +158,7 @@ def resolve_fill_kernel(
             units + layer_idx.to(tl.int64) * (U * NUM_UNIT_COLUMNS),
             pid, PROGRAMS, UNIT_BYTES, TAIL,
         )  # fmt: skip
+        count_stall(finished, counters, stamps, layer_idx, PROGRAMS)
 
 
 @lru_cache
@@ -146,7 +169,8 @@ def resolve_fill_kernel_of(hit: Any, insert: Any) -> Any:
 
 @triton.jit(do_not_specialize=["layer_idx"])
 def prefetch_fill_kernel(
-    entries, entry_count, progress, epoch, demand, budget, clock, header, units, layer_idx,
+    entries, entry_count, progress, epoch, demand, budget, clock, stamps, header, units,
+    layer_idx,
     E: tl.constexpr, F: tl.constexpr, U: tl.constexpr,
     UNIT_BYTES: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -172,6 +196,8 @@ def prefetch_fill_kernel(
             claims = progress + layer_idx * F + i
             affordable = (tl.maximum(left, 0) + (UNIT_BYTES - 1)) // UNIT_BYTES
             affordable = tl.minimum(affordable, num_units).to(tl.int32)
+            # Fields that do not fill their last units make more units than bytes say.
+            affordable = tl.where(left >= payload_bytes, num_units, affordable)
             unit = tl.zeros([], tl.int32)
             limit = tl.full([], 1, tl.int32)
             while unit < limit:
@@ -190,3 +216,5 @@ def prefetch_fill_kernel(
                             slot, UNIT_BYTES, TAIL,
                         )  # fmt: skip
             left -= payload_bytes
+        tl.debug_barrier()  # all threads have copied
+        tl.atomic_max(stamps + layer_idx * NUM_STAMPS + FILLED, nanoseconds(), sem="relaxed")

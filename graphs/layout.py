@@ -48,9 +48,31 @@ class Counter(IntEnum):
     """Demanded experts that no slot was left for: a bug of the caller."""
     BAD_IDS = 11
     """Assignments to experts that do not exist: a bug of the caller."""
+    STALL_NS = 12
+    """Nanoseconds in which demanded experts were being copied, or their prefetches ended."""
+    FREE_NS = 13
+    """Nanoseconds from a reservation to the demand: what the link had for the prefetch."""
+    AT_ONCE = 14
+    """Prefetches that were whole, and demanded, when their step's demand came."""
 
 
 NUM_COUNTERS = 16  # a row of 128 bytes
+
+
+class Stamp(IntEnum):
+    """Columns of `DeviceSlotTable.stamps`: the device's clock in nanoseconds, at the last ..."""
+
+    RESERVED = 0
+    """... reservation."""
+    POSTED = 1
+    """... posted demand; 0 once a plan has counted it."""
+    FILLED = 2
+    """... end of a prefetch fill."""
+    PLANNED = 3
+    """... plan that listed something to copy."""
+
+
+NUM_STAMPS = 4
 
 
 class Control(IntEnum):

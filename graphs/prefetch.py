@@ -13,7 +13,7 @@ One layer's prefetch inside a step, `branch` being the forked stream:
     demand_fill.fill(L + 1)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -84,6 +84,9 @@ class PrefetchHook:
             header=records.header,
             epoch=integers(table.num_layers),
         )
+        self._staged_budget = torch.empty(
+            table.num_layers, dtype=torch.int64, pin_memory=table.device.type == "cuda"
+        )
         self.set_budget(budget_bytes)
         table.attach_prefetch(self.state)
 
@@ -99,6 +102,17 @@ class PrefetchHook:
         else:
             self.table.require_layer(layer_idx)
             self.budget[layer_idx].fill_(budget_bytes)
+
+    def set_budgets(self, budgets: Sequence[int]) -> None:
+        """Bytes per step, one for each layer. As `set_budget`, in one copy that nothing waits for:
+        if the last call's is still to come, it brings these numbers too."""
+        if len(budgets) != self.table.num_layers:
+            raise ValueError(f"{len(budgets)} budgets for {self.table.num_layers} layers")
+        for budget_bytes in budgets:
+            if not 0 <= budget_bytes <= UNLIMITED_BYTES:
+                raise ValueError(f"budget_bytes must be 0 to {UNLIMITED_BYTES}, got {budget_bytes}")
+        self._staged_budget.copy_(torch.tensor(budgets, dtype=torch.int64))
+        self.budget.copy_(self._staged_budget, non_blocking=True)
 
     def reserve(self, layer_idx: int, forecast: torch.Tensor) -> None:
         """Take slots for the absent experts of a forecast, best guess first, within the budget.
@@ -138,7 +152,7 @@ class PrefetchHook:
         table.require_layer(layer_idx)
         prefetch_fill_kernel[(self._programs,)](
             state.entries, state.entry_count, state.progress, state.epoch, state.demand,
-            self.budget, table.clocks, records.header, records.units, layer_idx,
+            self.budget, table.clocks, table.stamps, records.header, records.units, layer_idx,
             table.num_experts, self.max_forecast, records.max_units,
             records.unit_bytes, tail_of(records), num_warps=self._num_warps,
         )  # fmt: skip
@@ -153,7 +167,7 @@ class PrefetchHook:
         num_warps = warps_for(n)
         post_kernel[(1,)](
             topk_ids, topk_ids if padding is None else padding, self.state.demand, self.state.epoch,
-            table.clocks, layer_idx, n, row_stride,
+            table.clocks, table.stamps, layer_idx, n, row_stride,
             table.num_experts, top_k, block_for(n, num_warps), int(form), num_warps=num_warps,
         )  # fmt: skip
 

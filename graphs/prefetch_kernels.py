@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from graphs.clock_kernels import nanoseconds
 from graphs.resolve_kernels import (
     EMPTY,
     EVICTIONS,
@@ -13,9 +14,12 @@ from graphs.resolve_kernels import (
     NUM_CONTROL,
     NUM_COUNTERS,
     NUM_HEADER,
+    NUM_STAMPS,
     PAYLOAD_BYTES,
+    POSTED,
     PREFETCH_DROPPED,
     PREFETCHED,
+    RESERVED,
     STEP,
     WASTED_BYTES,
     count,
@@ -26,7 +30,7 @@ from graphs.resolve_kernels import (
 
 @triton.jit(do_not_specialize=["layer_idx", "n"])
 def reserve_kernel(
-    forecast, mapping, owner, score, mark, control, clock, counters,
+    forecast, mapping, owner, score, mark, control, clock, counters, stamps,
     entries, entry_count, progress, epoch, demand, budget, header,
     layer_idx, n,
     E: tl.constexpr, S: tl.constexpr, F: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
@@ -46,6 +50,7 @@ def reserve_kernel(
     entries += layer_idx * (2 * F)
     progress += layer_idx * F
     demand += layer_idx * E
+    tl.store(stamps + layer_idx * NUM_STAMPS + RESERVED, nanoseconds())
     payload_bytes = tl.load(header + layer_idx * NUM_HEADER + PAYLOAD_BYTES)
     affordable = (tl.load(budget + layer_idx) + payload_bytes - 1) // payload_bytes
     have = tl.load(entry_count + layer_idx)
@@ -109,11 +114,12 @@ def reserve_kernel(
 
 @triton.jit(do_not_specialize=["layer_idx", "n", "row_stride"])
 def post_kernel(
-    topk_ids, padding, demand, epoch, clock, layer_idx, n, row_stride,
+    topk_ids, padding, demand, epoch, clock, stamps, layer_idx, n, row_stride,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Tell the prefetch fill, which may be running, what the layer demands in this step."""
     step = tl.load(clock + 1)
+    tl.store(stamps + layer_idx * NUM_STAMPS + POSTED, nanoseconds())
     ids, asked = load_ids(topk_ids, padding, row_stride, n, TOP_K, BLOCK, PAD)
     tl.store(demand + layer_idx * E + ids, step, mask=asked & (ids < E))
     tl.debug_barrier()  # every thread's stores, then the release

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from graphs import layout
+from graphs.clock_kernels import nanoseconds
 
 EMPTY = tl.constexpr(layout.EMPTY_SCORE)
 LOWEST = tl.constexpr(layout.LOWEST_SCORE)
@@ -35,7 +36,16 @@ LATE_BYTES = tl.constexpr(int(layout.Counter.LATE_BYTES))
 WASTED_BYTES = tl.constexpr(int(layout.Counter.WASTED_BYTES))
 UNPLACED = tl.constexpr(int(layout.Counter.UNPLACED))
 BAD_IDS = tl.constexpr(int(layout.Counter.BAD_IDS))
+STALL_NS = tl.constexpr(int(layout.Counter.STALL_NS))
+FREE_NS = tl.constexpr(int(layout.Counter.FREE_NS))
+AT_ONCE = tl.constexpr(int(layout.Counter.AT_ONCE))
 NUM_COUNTERS = tl.constexpr(layout.NUM_COUNTERS)
+
+RESERVED = tl.constexpr(int(layout.Stamp.RESERVED))
+POSTED = tl.constexpr(int(layout.Stamp.POSTED))
+FILLED = tl.constexpr(int(layout.Stamp.FILLED))
+PLANNED = tl.constexpr(int(layout.Stamp.PLANNED))
+NUM_STAMPS = tl.constexpr(layout.NUM_STAMPS)
 
 MISSED_IN = tl.constexpr(int(layout.Clock.MISSED_IN))
 MISSED_STEPS = tl.constexpr(int(layout.Clock.MISSED_STEPS))
@@ -108,7 +118,7 @@ def lowest_ranks(key, how_many, S_BLOCK: tl.constexpr):
 
 @triton.jit
 def commit(
-    ids, known, seq, now, step,
+    ids, known, seq, now, step, posted, stamps,
     mapping, owner, score, mark, misses, counters,
     entries, entry_count, progress, demand, bytes_before, num_units,
     INSERT: tl.constexpr, F_BLOCK: tl.constexpr,
@@ -142,10 +152,13 @@ def commit(
         tl.store(misses + 3 * rank + 1, slot, mask=late)
         tl.store(misses + 3 * rank + 2, done, mask=late)
         num_late = tl.sum(late.to(tl.int32), 0)
+        count(counters, AT_ONCE, tl.sum((whole & demanded).to(tl.int32), 0))
         count(counters, LATE, num_late)
         count(counters, LATE_BYTES, tl.sum(tl.where(late, moved, 0), 0))
         count(counters, PREFETCH_DROPPED, tl.sum(lost.to(tl.int32), 0))
         count(counters, WASTED_BYTES, tl.sum(tl.where(lost, moved, 0), 0))
+        tail_ns = tl.where(posted > 0, tl.load(stamps + FILLED) - posted, 0)
+        count(counters, STALL_NS, tl.maximum(tail_ns, 0))
         tl.store(entry_count, 0)
         tl.debug_barrier()  # mapping and marks are read next by other threads
     return num_late
@@ -211,7 +224,7 @@ def place(
 @triton.jit
 def plan(
     topk_ids, padding, out,
-    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
+    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
     entries, entry_count, progress, demand, bytes_before, header,
     layer_idx, n, row_stride,
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
@@ -230,6 +243,7 @@ def plan(
     misses += layer_idx * (3 * S)
     control += layer_idx * NUM_CONTROL
     counters += layer_idx * NUM_COUNTERS
+    stamps += layer_idx * NUM_STAMPS
 
     now = tl.load(clock)
     step = tl.load(clock + 1)
@@ -243,8 +257,13 @@ def plan(
     payload_bytes = tl.zeros([], tl.int64)
     if HOOK:
         payload_bytes = tl.load(header + layer_idx * NUM_HEADER + PAYLOAD_BYTES)
+        posted = tl.load(stamps + POSTED)
+        free_ns = posted - tl.load(stamps + RESERVED)
+        count(counters, FREE_NS, tl.maximum(free_ns, 0))
+        tl.store(stamps + POSTED, 0)
         num_listed = commit(
-            ids, known, seq, now, step, mapping, owner, score, mark, misses, counters,
+            ids, known, seq, now, step, posted, stamps,
+            mapping, owner, score, mark, misses, counters,
             entries + layer_idx * (2 * F), entry_count + layer_idx, progress + layer_idx * F,
             demand + layer_idx * E, bytes_before + layer_idx * (U + 1),
             tl.load(header + layer_idx * NUM_HEADER + NUM_UNITS), INSERT, F_BLOCK,
@@ -280,6 +299,8 @@ def plan(
         slot = tl.load(mapping + ids, mask=known, other=nowhere)
         tl.store(out + r, tl.maximum(slot, nowhere).to(out.dtype.element_ty), mask=r < n)
     tl.store(miss_count + layer_idx, num_listed)
+    if num_listed > 0:
+        tl.store(stamps + PLANNED, nanoseconds())
     tl.store(control + PLAN, seq)
     tl.store(control + FIRST_PLAN, first_seq)
     tl.store(control + STEP, step)
@@ -292,7 +313,7 @@ INSERT: Any = None
 
 def resolve_kernel(
     topk_ids, padding, out,
-    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
+    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
     entries, entry_count, progress, demand, bytes_before, header,
     layer_idx, n, row_stride,
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
@@ -301,7 +322,7 @@ def resolve_kernel(
 ):  # fmt: skip
     plan(
         topk_ids, padding, out,
-        mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
+        mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
         entries, entry_count, progress, demand, bytes_before, header,
         layer_idx, n, row_stride, E, S, U, F, TOP_K,
         BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,

@@ -16,6 +16,7 @@ from graphs.layout import (
     NUM_CLOCKS,
     NUM_CONTROL,
     NUM_COUNTERS,
+    NUM_STAMPS,
     REBASE_SCORE,
     Clock,
     Counter,
@@ -81,11 +82,19 @@ class DeviceCounters:
     """Bytes of `late` that were there when they were demanded."""
     wasted_bytes: int
     """Bytes that were copied for `prefetch_dropped`."""
+    stall_ns: int = 0
+    """Nanoseconds in which the compute stream waited for demanded experts; 0 under Triton's
+    interpreter, which has no clock."""
+    free_ns: int = 0
+    """Nanoseconds that the link had for prefetches, between reservation and demand."""
+    at_once: int = 0
+    """Of `prefetch_used`, those demanded in the very step that they were predicted for."""
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> "DeviceCounters":
         """The counts in one row of `DeviceSlotTable.counters`."""
-        return cls(*row[: Counter.UNPLACED])
+        timed = (row[Counter.STALL_NS], row[Counter.FREE_NS], row[Counter.AT_ONCE])
+        return cls(*(*row[: Counter.UNPLACED], *timed))
 
     @property
     def hit_rate(self) -> float:
@@ -119,7 +128,8 @@ class DeviceSlotTable:
     `score` [L, S] int32: the policy's score, EMPTY_SCORE unless an expert is resident.
     `clock` [1] int32: the policy's clock, from 1. `step` [1] int32: steps, never moved back.
     `misses` [L, S, 3] int32: (expert, slot, first unit to copy) that the last plan wants copied,
-    `miss_count` [L] int32 of them. `counters` [L, 16] int64: see `layout.Counter`.
+    `miss_count` [L] int32 of them. `counters` [L, 16] int64: see `layout.Counter`. `stamps` [L, 4]
+    int64: see `layout.Stamp`.
 
     Decides what `prefetch_runtime.slots.SlotTable` decides, after every step. No method waits for
     the device except `counters_of`, `check_errors`, `check_integrity` and `close`.
@@ -174,6 +184,7 @@ class DeviceSlotTable:
         self.misses = integers(num_layers, num_slots, 3)
         self.miss_count = integers(num_layers)
         self.counters = integers(num_layers, NUM_COUNTERS, dtype=torch.int64)
+        self.stamps = integers(num_layers, NUM_STAMPS, dtype=torch.int64)
         self.clocks = integers(NUM_CLOCKS)  # neighbours: one read
         self.clock, self.step = self.clocks[:1], self.clocks[Clock.STEP : Clock.STEP + 1]
         self._mark = integers(num_layers, num_slots)  # last plan that demanded the slot
@@ -201,7 +212,14 @@ class DeviceSlotTable:
         self.score.fill_(EMPTY_SCORE)
         self.clocks.fill_(1)
         self.clocks[Clock.MISSED_IN :].zero_()
-        for tensor in (self.miss_count, self.counters, self._mark, self._wanted, self._control):
+        for tensor in (
+            self.miss_count,
+            self.counters,
+            self.stamps,
+            self._mark,
+            self._wanted,
+            self._control,
+        ):
             tensor.zero_()
         if self._prefetch is not None:
             self._prefetch.entry_count.zero_()
@@ -329,6 +347,7 @@ class DeviceSlotTable:
             self._control,
             self.clocks,
             self.counters,
+            self.stamps,
         )
 
     def close(self) -> None:
@@ -389,6 +408,7 @@ class DeviceSlotTable:
             self._control,
             self.clocks,
             self.counters,
+            self.stamps,
             *(nothing if prefetch is None else prefetch.read_by_plans),
         )
         forecast = 1 if prefetch is None else prefetch.progress.shape[1]

@@ -59,8 +59,10 @@ WidenOption = Annotated[
     typer.Option("--predictor-widen", help="Experts a prediction names, as a multiple of top_k."),
 ]
 BudgetOption = Annotated[
-    float | None,
-    typer.Option("--prefetch-budget-mib", help="MiB of speculation per layer and step."),
+    str | None,
+    typer.Option(
+        "--prefetch-budget-mib", help="MiB of speculation per layer and step, or auto (default)."
+    ),
 ]
 StagingOption = Annotated[
     int | None,
@@ -79,6 +81,9 @@ def _settings(**given: Any) -> dict[str, Any]:
         # Left as text where it is no number: the message of the check names what was given.
         with suppress(ValueError):
             settings["slots_per_layer"] = int(settings["slots_per_layer"])
+    if "prefetch_budget_mib" in settings:
+        with suppress(ValueError):
+            settings["prefetch_budget_mib"] = float(settings["prefetch_budget_mib"])
     PrefetchConfig.from_mapping(settings)
     return settings
 
@@ -309,7 +314,14 @@ def stats_table(stats: RuntimeStats) -> Table:
         "prefetch_used": "used",
         "prefetch_dropped": "drop",
     }
-    for column in ("layer", "slots", "hits %", *(short.get(c, c) for c in counters), "MiB"):
+    for column in (
+        "layer",
+        "slots",
+        "hits %",
+        *(short.get(c, c) for c in counters),
+        "MiB",
+        "stall ms",
+    ):
         table.add_column(column, justify="right")
 
     def copied(nbytes: int) -> str:
@@ -322,6 +334,7 @@ def stats_table(stats: RuntimeStats) -> Table:
             f"{layer.hit_rate:.1%}",
             *(str(getattr(layer, counter)) for counter in counters),
             copied(layer.bytes_copied + layer.bytes_prefetched),
+            f"{layer.stall_seconds * 1e3:.1f}",
         )
     table.add_section()
     table.add_row(
@@ -330,6 +343,7 @@ def stats_table(stats: RuntimeStats) -> Table:
         f"{stats.hit_rate:.1%}",
         *(str(stats.total(counter)) for counter in counters),
         copied(stats.total("bytes_copied") + stats.total("bytes_prefetched")),
+        f"{stats.stall_seconds * 1e3:.1f}",
     )
     return table
 

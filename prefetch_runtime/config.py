@@ -30,6 +30,9 @@ CLI_SPELLING: Mapping[str, str] = {
 METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable naming the folder through which vLLM's processes share their metrics."""
 
+MAX_BUDGET_MIB = 1 << 20
+"""More than any prediction names."""
+
 POLICIES = POLICY_NAMES + HOST_POLICY_NAMES
 PREDICTORS = tuple(name for name in PREDICTOR_NAMES if name != "oracle")  # it knows the future
 
@@ -66,8 +69,9 @@ class PrefetchConfig(BaseModel):
     """Guesses the next layer's experts ahead of its router."""
     predictor_widen: int = Field(default=2, ge=1, le=16)
     """Experts that a prediction names, as a multiple of top_k."""
-    prefetch_budget_mib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Bytes of speculation per layer and step; None: whatever the prediction names."""
+    prefetch_budget_mib: float | Literal["auto"] = "auto"
+    """MiB of speculation per layer and step; "auto" = what the link has time for, and nothing where
+    speculation does not pay."""
     staging_slots: int = Field(default=16, ge=2, le=1024)
     """Experts in the ring, shared by all layers, through which wide steps stream absent experts."""
     metrics: bool = False
@@ -84,6 +88,12 @@ class PrefetchConfig(BaseModel):
             raise ValueError(
                 f"{spelled('slots_per_layer')} and {spelled('expert_cache_gib')} both size the "
                 "cache; give one of them"
+            )
+        budget = self.prefetch_budget_mib
+        if budget != "auto" and not 0 <= budget <= MAX_BUDGET_MIB:
+            raise ValueError(
+                f"{spelled('prefetch_budget_mib')} must be 'auto' or a number of MiB from 0 to "
+                f"{MAX_BUDGET_MIB}, got {budget}"
             )
         _check_name("policy", self.policy, POLICIES)
         _check_name("predictor", self.predictor, PREDICTORS)
@@ -158,6 +168,8 @@ def _worded(error: ValidationError) -> str:
     key = str(first["loc"][0])
     if key == "slots_per_layer":
         expected = "must be a whole number of experts (0 = off) or 'auto'"
+    elif key == "prefetch_budget_mib":
+        expected = "must be 'auto' or a number of MiB"
     elif key == "mode":
         expected = "must be one of auto, full, segmented, eager"
     else:

@@ -24,8 +24,10 @@ from graphs import (
 from graphs.layout import Clock
 from graphs.prefetch import MAX_FORECAST, UNLIMITED_BYTES
 from predictors import Predictor, RunsOn
+from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import (
+    CONTROL_STEPS,
     Guesses,
     IntArray,
     LayerCache,
@@ -51,6 +53,8 @@ class DeviceScheduler(Scheduler):
     _seen_mapping: IntArray | None = None
     """[L, E] of the first layer of the wide step under way."""
     _seen_owner: IntArray | None = None
+    _budgets: Sequence[int] = ()
+    _control: "BudgetLoop | None" = None
 
     def seal(self) -> None:
         """Build the device's tables over all layers; their addresses are fixed from here on.
@@ -99,7 +103,9 @@ class DeviceScheduler(Scheduler):
         self.table.touch(0, nothing)
         self.reset()
 
-    def predict_on_device(self, predictor: Predictor, *, budget_bytes: int | None) -> None:
+    def predict_on_device(
+        self, predictor: Predictor, *, budget_bytes: int = UNLIMITED_BYTES
+    ) -> None:
         """As in `Scheduler`; only a predictor that ranks by the next router runs in a graph."""
         if predictor.runs_on is not RunsOn.BOTH or predictor.name != "next_gate":
             raise ValueError(
@@ -110,9 +116,23 @@ class DeviceScheduler(Scheduler):
         self._hook = PrefetchHook(
             self._demand_fill,
             max_forecast=MAX_FORECAST,
-            budget_bytes=UNLIMITED_BYTES if budget_bytes is None else budget_bytes,
+            budget_bytes=budget_bytes,
         )
+        self._budgets = [budget_bytes] * len(self.layers)
         self._branch = PrefetchBranch(self._device)
+
+    def set_budgets(self, budgets: Sequence[int]) -> None:
+        """Bytes of speculation per layer and step, from the next replay on; captured graphs too.
+        Waits for nothing."""
+        if self._hook is None:
+            raise RuntimeError("let the scheduler predict before its budgets are set")
+        self._budgets = list(budgets)
+        self._hook.set_budgets(self._budgets)
+
+    def control_budgets(self, controller: BudgetController) -> None:
+        """As in `Scheduler`: the counters are read beside the steps, never in their way."""
+        self.set_budgets(controller.budgets)
+        self._control = BudgetLoop(self, controller, self._device)
 
     @property
     def needs_guesses(self) -> bool:
@@ -143,7 +163,10 @@ class DeviceScheduler(Scheduler):
     # One step
 
     def begin_step(self) -> None:
-        """Nothing: the clock moves with the first layer, inside the graph, once per replay."""
+        """The clock moves with the first layer, inside the graph, once per replay; between replays
+        the budgets may."""
+        if self._control is not None:
+            self._control.step()
 
     def _begin_layer(self, layer_idx: int) -> None:
         if layer_idx == 0:
@@ -321,6 +344,7 @@ class DeviceScheduler(Scheduler):
             late=counters.late,
             prefetched=counters.prefetched,
             prefetch_used=counters.prefetch_used,
+            prefetch_at_once=counters.at_once,
             prefetch_dropped=counters.prefetch_dropped,
             waves=layer.waves,
             # Every miss is one expert read, into a slot or through the staging ring; of a late
@@ -333,12 +357,21 @@ class DeviceScheduler(Scheduler):
             bytes_useful=counters.used_bytes,
             bytes_late=counters.late_bytes,
             bytes_wasted=counters.wasted_bytes,
+            # Waves through the staging ring are timed by the host.
+            stall_seconds=counters.stall_ns * 1e-9 + self._stalls.seconds.get(layer.layer_idx, 0.0),
+            link_free_seconds=counters.free_ns * 1e-9,
+            prefetch_budget_bytes=self._budgets[layer.layer_idx]
+            if self._hook and layer.layer_idx
+            else 0,
         )
 
     def reset(self) -> None:
         """Empty every slot and restart the counters. Between steps only."""
         self._copier.synchronize()
+        self._stalls.clear()
         self.table.clear()
+        if self._control is not None:
+            self._control.restart()
         self.host_calls = 0
         for layer in self.layers:
             layer.waves = layer.ahead_in_vain = 0
@@ -348,6 +381,50 @@ class DeviceScheduler(Scheduler):
         if self._table is not None:
             self._table.close()
         super().close()
+
+
+class BudgetLoop:
+    """Shows a controller what the device has counted, and gives the device what it answers.
+
+    A snapshot is copied into pinned memory in the order of the compute stream; it is looked at when
+    its event has passed, some steps later.
+    """
+
+    def __init__(
+        self, scheduler: DeviceScheduler, controller: BudgetController, device: torch.device
+    ) -> None:
+        self._scheduler = scheduler
+        self._controller = controller
+        on_cuda = device.type == "cuda"
+        self._tensors = tuple(scheduler.counter_tensors())
+        self._copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+            for tensor in self._tensors
+        ]
+        self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._is_under_way = False
+        self._steps = 0
+
+    def step(self) -> None:
+        """Called before each step, by the thread that launches it. Waits for nothing."""
+        self._steps += 1
+        if self._is_under_way:
+            if self._copied is None or self._copied.query():  # type: ignore[no-untyped-call]
+                self._is_under_way = False
+                stats = self._scheduler.stats_from(self._copies)
+                if self._controller.observe(stats.layers):
+                    self._scheduler.set_budgets(self._controller.budgets)
+        elif self._steps % CONTROL_STEPS == 0:
+            for copy, tensor in zip(self._copies, self._tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            self._is_under_way = True
+
+    def restart(self) -> None:
+        """The counters start from zero again."""
+        self._is_under_way = False
+        self._controller.restarted()
 
 
 def _forecast(

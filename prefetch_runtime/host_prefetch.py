@@ -6,6 +6,7 @@ Shapes: T = tokens, K = top_k, G = guesses per token.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,6 +24,9 @@ IntArray = npt.NDArray[np.int32]
 
 MAX_FORECAST = 64
 """Most experts that one prediction names."""
+
+UNLIMITED_BYTES = 1 << 60
+"""A budget for whatever the prediction names."""
 
 
 class _Flight(NamedTuple):
@@ -44,24 +48,31 @@ class HostPrefetcher:
         num_layers: int,
         top_k: int,
         widen: int = 2,
-        budget_bytes: int | None = None,
+        budget_bytes: int = UNLIMITED_BYTES,
         lookahead: int = 1,
     ) -> None:
         """
         Args:
             widen: experts that a prediction names, as a multiple of top_k, per token of the step.
-            budget_bytes: bytes of speculation per layer and step; the last expert that it starts
-                is copied whole. None: whatever the prediction names. 0 switches speculation off.
+            budget_bytes: of every layer and step, see `set_budget`.
         """
         self._predictor = predictor
         self._copier = copier
         self._num_layers = num_layers
         self._top_k = top_k
         self._widen = widen
-        self._budget_bytes = budget_bytes
+        self.budgets = [budget_bytes] * num_layers
+        """Bytes of speculation per step, by layer; the last expert that they start is copied
+        whole. 0 switches a layer's speculation off."""
         self._lookahead = lookahead
         self._flights: dict[int, deque[_Flight]] = {}
+        self._landed: dict[int, list[int]] = {}
+        self._predicted_at: dict[int, float] = {}
         self.experts_read = [0] * num_layers
+        self.at_once = [0] * num_layers
+        """Prefetches that were there, and demanded, when the demand after them came."""
+        self.free_seconds = [0.0] * num_layers
+        """From the end of a prediction to the demand, on the host's clock."""
 
     @property
     def needs_guesses(self) -> bool:
@@ -75,17 +86,24 @@ class HostPrefetcher:
 
     def land(self, layer_idx: int, table: SlotTable, now: int) -> bool:
         """Map the layer's prefetches whose copies are done. Returns whether the mapping changed."""
+        predicted_at = self._predicted_at.pop(layer_idx, None)
+        if predicted_at is not None:
+            self.free_seconds[layer_idx] += time.perf_counter() - predicted_at
         flights = self._flights.get(layer_idx)
         arrived: list[int] = []
         while flights and self._copier.is_done(flights[0].ticket):
             arrived.append(flights.popleft().expert_id)
         if arrived:
             table.commit(arrived, now)
+        self._landed[layer_idx] = arrived
         return bool(arrived)
 
     def join(self, layer_idx: int, plan: SlotPlan) -> None:
         """Make the compute stream wait for the copies of demanded experts that are under way, and
         for those whose slots the plan has taken for others."""
+        landed = self._landed.pop(layer_idx, None)
+        if landed:
+            self.at_once[layer_idx] += int(np.isin(landed, plan.hits).sum())
         if plan.late.size + plan.dropped.size == 0:
             return
         ended = {*plan.late.tolist(), *plan.dropped.tolist()}
@@ -115,10 +133,11 @@ class HostPrefetcher:
         """
         target = self.target_of(layer_idx)
         assert target is not None
-        limit = self._limit(store.layout.payload_bytes)
+        limit = self._limit(target, store.layout.payload_bytes)
         num_tokens = int((topk_ids >= 0).any(axis=1).sum())
         count = min(MAX_FORECAST, self._widen * self._top_k * num_tokens)
         if limit == 0 or count == 0:
+            self._predicted_at[target] = time.perf_counter()
             return False
         forecast = self._predictor.predict(target, Evidence(topk_ids, guesses), count)
         experts, slots = table.reserve(forecast, now, limit)
@@ -129,6 +148,7 @@ class HostPrefetcher:
             ticket = self._copier.submit([CopyJob(store, expert, buffers, slot)])
             flights.append(_Flight(expert, ticket))
         self.experts_read[target] += experts.size
+        self._predicted_at[target] = time.perf_counter()
         return bool(experts.size)
 
     def observe(self, layer_idx: int, topk_ids: IntArray) -> None:
@@ -139,17 +159,19 @@ class HostPrefetcher:
         """Wait for the copies and forget them; the caller clears the tables."""
         self._copier.synchronize()
         self._flights.clear()
+        self._landed.clear()
+        self._predicted_at.clear()
         self.experts_read = [0] * self._num_layers
+        self.at_once = [0] * self._num_layers
+        self.free_seconds = [0.0] * self._num_layers
 
     def close(self) -> None:
         """Drain the lane. Safe to call twice."""
         self._flights.clear()
         self._copier.close()
 
-    def _limit(self, expert_bytes: int) -> int:
-        if self._budget_bytes is None:
-            return MAX_FORECAST
-        return math.ceil(min(self._budget_bytes / expert_bytes, MAX_FORECAST))
+    def _limit(self, layer_idx: int, expert_bytes: int) -> int:
+        return math.ceil(min(self.budgets[layer_idx] / expert_bytes, MAX_FORECAST))
 
 
 def fits_predictor(num_experts: Sequence[int]) -> bool:

@@ -47,6 +47,11 @@ LAYER_COUNTERS = (
     Series("prefetched", "expert_prefetches_total", "Experts brought in before any demand."),
     Series("prefetch_used", "expert_prefetches_used_total", "Prefetched, then demanded in time."),
     Series(
+        "prefetch_at_once",
+        "expert_prefetches_at_once_total",
+        "Prefetched, then demanded by the step that they were predicted for.",
+    ),
+    Series(
         "prefetch_dropped",
         "expert_prefetches_dropped_total",
         "Prefetched, and given up or evicted before any demand.",
@@ -55,10 +60,21 @@ LAYER_COUNTERS = (
     Series("bytes_useful", *COPIED, kind="useful"),
     Series("bytes_late", *COPIED, kind="late"),
     Series("bytes_wasted", *COPIED, kind="wasted"),
+    Series("stall_seconds", "stall_seconds_total", "Compute waited so long for demanded experts."),
+    Series(
+        "link_free_seconds",
+        "link_free_seconds_total",
+        "From the layer's predictions to its demands: the link's time for prefetches.",
+    ),
 )
 LAYER_GAUGES = (
     Series("num_slots", "slots", "Experts of the layer that fit on the device."),
     Series("num_experts", "experts", "Experts of the layer."),
+    Series(
+        "prefetch_budget_bytes",
+        "prefetch_budget_bytes",
+        "What a step may prefetch for the layer; 0 where speculation is off.",
+    ),
 )
 COUNTERS = (
     Series(
@@ -122,7 +138,7 @@ class CacheSeries:
         self._registry = registry
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[str, int], Any] = {}
-        self._seen: dict[tuple[str, int], int] = {}
+        self._seen: dict[tuple[str, int], float] = {}
         self._info: Any = None
 
     def write(self, stats: RuntimeStats, read_at: float | None = None) -> None:
@@ -155,7 +171,7 @@ class CacheSeries:
         counters = {series.field for series in (*LAYER_COUNTERS, *COUNTERS)}
         self._seen = {key: seen for key, seen in self._seen.items() if key[0] not in counters}
 
-    def _advance(self, series: Series, value: int, layer_idx: int = -1) -> None:
+    def _advance(self, series: Series, value: float, layer_idx: int = -1) -> None:
         key = (series.field, layer_idx)
         seen = self._seen.get(key, 0)
         child = self._child(Counter, series, layer_idx)
@@ -164,7 +180,7 @@ class CacheSeries:
             child.inc(value - seen if value > seen else value)
             self._seen[key] = value
 
-    def _set(self, series: Series, value: int, layer_idx: int = -1) -> None:
+    def _set(self, series: Series, value: float, layer_idx: int = -1) -> None:
         key = (series.field, layer_idx)
         if self._seen.get(key) != value:
             self._child(Gauge, series, layer_idx).set(value)

@@ -13,15 +13,17 @@ import numpy.typing as npt
 import torch
 
 from predictors import Predictor
+from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
 from prefetch_runtime.demand_reader import DemandReader, Sent
-from prefetch_runtime.host_prefetch import HostPrefetcher, fits_predictor
+from prefetch_runtime.host_prefetch import UNLIMITED_BYTES, HostPrefetcher, fits_predictor
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.policies import create_policy
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.slot_buffers import SlotBuffers
-from prefetch_runtime.slots import SlotTable
+from prefetch_runtime.slots import SlotPlan, SlotTable
 from prefetch_runtime.staging import StagedWave, StagingRing
+from prefetch_runtime.stall_clock import StallClock
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token
 
@@ -29,6 +31,9 @@ IntArray = npt.NDArray[np.int32]
 Guesses = Callable[[], torch.Tensor]
 Between = Callable[[Callable[[], None]], None]
 """Calls what it is given: at once, or between the segments of every replay of a capture."""
+
+CONTROL_STEPS = 32
+"""Steps between two looks at what speculation brings."""
 
 
 @dataclass(slots=True)
@@ -117,11 +122,13 @@ class Scheduler:
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], StagingRing] = {}
         self._now = 1
         self._missed_in = 0
+        self._stalls = StallClock(device)
         self._steps_with_misses = 0
         self.host_calls = 0
         self.recorder: TraceRecorder | None = None
         """Takes what the routers choose, while one is set."""
         self._prefetcher: HostPrefetcher | None = None
+        self._controller: BudgetController | None = None
         self._closed = False
 
     # Set-up
@@ -187,11 +194,22 @@ class Scheduler:
             raise ValueError("prediction needs layers of one size, and no expert map")
         self._prefetcher = prefetcher
 
+    def control_budgets(self, controller: BudgetController) -> None:
+        """Let a controller set every layer's budget from now on. Once, when prediction is set up.
+
+        Raises:
+            RuntimeError: nothing predicts.
+        """
+        if self._prefetcher is None:
+            raise RuntimeError("attach a prefetcher before its budgets are controlled")
+        self._controller = controller
+        self._prefetcher.budgets[:] = controller.budgets
+
     def predict_on_device(
         self,
         predictor: Predictor,
         *,
-        budget_bytes: int | None,  # noqa: ARG002 - for schedulers that can
+        budget_bytes: int = UNLIMITED_BYTES,  # noqa: ARG002 - for schedulers that can
     ) -> None:
         """Predict by kernels from now on. Once, after `seal`, before anything is captured.
 
@@ -210,6 +228,11 @@ class Scheduler:
     def begin_step(self) -> None:
         """Advance the clock: called once per engine step, before the first layer."""
         self._now += 1
+        prefetcher, controller = self._prefetcher, self._controller
+        if prefetcher is None or controller is None or self._now % CONTROL_STEPS:
+            return
+        if controller.observe([self._stats_of(layer) for layer in self.layers]):
+            prefetcher.budgets[:] = controller.budgets
 
     def fetch(
         self,
@@ -255,6 +278,15 @@ class Scheduler:
         plan = layer.table.plan(demanded, self._now)
         self._count_step(layer)
         layer.waves += 1
+        if plan.loads.size + plan.late.size + plan.dropped.size:
+            with self._stalls.waiting(layer.layer_idx):
+                self._bring_in(layer, plan)
+        elif self._prefetcher is not None:
+            self._prefetcher.join(layer.layer_idx, plan)
+        if plan.loads.size or plan.late.size or layer.is_stale:
+            self._publish(layer)
+
+    def _bring_in(self, layer: LayerCache, plan: SlotPlan) -> None:
         if self._prefetcher is not None:
             self._prefetcher.join(layer.layer_idx, plan)
         if plan.loads.size:
@@ -262,8 +294,6 @@ class Scheduler:
             copies = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
             # RAW: what follows on the compute stream sees whole experts, the mapping included.
             self._copier.wait(copies)
-        if plan.loads.size or plan.late.size or layer.is_stale:
-            self._publish(layer)
 
     def _predict(self, layer: LayerCache, ids: IntArray, guesses: IntArray | None) -> None:
         """Bring in what a later layer will probably ask for, beside this layer's compute."""
@@ -352,7 +382,8 @@ class Scheduler:
         for wave in waves[:2]:
             start(wave)
         if plan.into_slots is not None:
-            self._copier.wait(plan.into_slots)  # RAW: the residents' wave reads these slots
+            with self._stalls.waiting(layer_idx):
+                self._copier.wait(plan.into_slots)  # RAW: the residents' wave reads these slots
         if plan.into_slots is not None or layer.is_stale:
             self._publish(layer)
         if plan.has_residents or not waves:
@@ -362,7 +393,8 @@ class Scheduler:
             row_of[wave.experts] = wave.rows
             mapped = self._expert_map(layer, row_of)
             assert wave.copies is not None
-            self._copier.wait(wave.copies)  # RAW: the wave reads this half of the ring
+            with self._stalls.waiting(layer_idx):
+                self._copier.wait(wave.copies)  # RAW: the wave reads this half of the ring
             yield ExpertWave(ring.halves[wave.half], mapped, is_last=index + 1 == len(waves))
             if index + 2 < len(waves):
                 start(waves[index + 2])
@@ -449,7 +481,8 @@ class Scheduler:
         return self._layers[layer_idx].buffers
 
     def stats(self) -> RuntimeStats:
-        """The counters as they are now."""
+        """The counters as they are now. Waits for the device."""
+        self._stalls.settle()
         return self.stats_from([tensor.cpu() for tensor in self.counter_tensors()])
 
     def counter_tensors(self) -> Sequence[torch.Tensor]:
@@ -489,6 +522,9 @@ class Scheduler:
             self._publish(layer)
         self._now = 1
         self._missed_in = self._steps_with_misses = 0
+        self._stalls.clear()
+        if self._controller is not None:
+            self._controller.restarted()
         self.host_calls = 0
 
     def close(self) -> None:
@@ -509,6 +545,7 @@ class Scheduler:
     def _stats_of(self, layer: LayerCache) -> LayerStats:
         counters = layer.table.counters
         expert_bytes = layer.store.layout.payload_bytes
+        prefetcher, index = self._prefetcher, layer.layer_idx
         return LayerStats(
             layer_idx=layer.layer_idx,
             layer_name=layer.layer_name,
@@ -521,17 +558,19 @@ class Scheduler:
             late=counters.late,
             prefetched=counters.prefetched,
             prefetch_used=counters.prefetch_used,
+            prefetch_at_once=0 if prefetcher is None else prefetcher.at_once[index],
             prefetch_dropped=counters.prefetch_dropped,
             waves=layer.waves,
             bytes_copied=layer.experts_read * expert_bytes,
             bytes_prefetched=(
-                0
-                if self._prefetcher is None
-                else self._prefetcher.experts_read[layer.layer_idx] * expert_bytes
+                0 if prefetcher is None else prefetcher.experts_read[index] * expert_bytes
             ),
             bytes_useful=counters.prefetch_used * expert_bytes,
             bytes_late=counters.late * expert_bytes,
             bytes_wasted=counters.prefetch_dropped * expert_bytes,
+            stall_seconds=self._stalls.seconds.get(index, 0.0),
+            link_free_seconds=0.0 if prefetcher is None else prefetcher.free_seconds[index],
+            prefetch_budget_bytes=prefetcher.budgets[index] if prefetcher and index else 0,
         )
 
     def _read(

@@ -1,5 +1,6 @@
 """Counters of the expert cache, read as a snapshot."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class LayerStats:
     """Brought in before any demand."""
     prefetch_used: int = 0
     """Prefetched, and whole at their first demand; counted once, and also one of `hits`."""
+    prefetch_at_once: int = 0
+    """Of these, demanded in the very step that they were predicted for."""
     prefetch_dropped: int = 0
     """Prefetched and given up, or evicted before any demand."""
     waves: int = 0
@@ -40,6 +43,13 @@ class LayerStats:
     """... demanded while they were under way."""
     bytes_wasted: int = 0
     """... given up, or evicted before any demand."""
+    stall_seconds: float = 0.0
+    """Compute waited so long for the copies of what it demanded. On a CPU the copies' own time;
+    0 where kernels are interpreted, which have no clock."""
+    link_free_seconds: float = 0.0
+    """From the layer's predictions to its demands: what the link had for prefetches."""
+    prefetch_budget_bytes: int = 0
+    """What a step may prefetch for the layer now; 0 where speculation is off."""
 
     @property
     def hit_rate(self) -> float:
@@ -68,6 +78,11 @@ class RuntimeStats:
     def total(self, counter: str) -> int:
         """Sum of one integer counter over the layers."""
         return sum(int(getattr(layer, counter)) for layer in self.layers)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Waited for demanded experts, over all layers."""
+        return math.fsum(layer.stall_seconds for layer in self.layers)
 
     @property
     def hit_rate(self) -> float:

@@ -6,6 +6,7 @@ import torch
 
 from predictors import PredictorShape, create_predictor
 from prefetch_runtime.audit import audit
+from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import HostCopier
 from prefetch_runtime.device_scheduler import DeviceScheduler
 from prefetch_runtime.host_store import HostStore, RecordLayout
@@ -123,7 +124,7 @@ def test_layers_of_two_sizes_are_refused() -> None:
 def test_a_forecast_is_brought_in_before_its_demand() -> None:
     device = _device()
     shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
-    device.predict_on_device(create_predictor("next_gate", shape), budget_bytes=None)
+    device.predict_on_device(create_predictor("next_gate", shape))
     device.fetch(0, _ids([1, 2]), guesses=lambda: torch.tensor([[9, 3, 4]]))
     device.fetch(1, _ids([9, 5]))
     layer = device.stats().layers[1]
@@ -135,4 +136,78 @@ def test_a_predictor_without_kernels_is_refused() -> None:
     device = _device()
     shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
     with pytest.raises(ValueError, match="'transition' has no kernels; mode 'full' takes"):
-        device.predict_on_device(create_predictor("transition", shape), budget_bytes=None)
+        device.predict_on_device(create_predictor("transition", shape))
+
+
+def _predicting(**more: object) -> DeviceScheduler:
+    device = _device(**more)
+    shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    device.predict_on_device(create_predictor("next_gate", shape))
+    return device
+
+
+def _steps(device: DeviceScheduler, count: int, guesses: list[int]) -> None:
+    """Steps that demand experts 1 and 2 of both layers in turn with 3 and 4."""
+    for step in range(count):
+        device.begin_step()
+        ids = _ids([1, 2] if step % 2 else [3, 4])
+        device.fetch(0, ids, guesses=lambda: torch.tensor([guesses]))
+        device.fetch(1, ids)
+
+
+def test_budgets_are_set_between_steps_and_seen_in_the_counters() -> None:
+    device = _predicting()
+    device.set_budgets([0, 1])
+    _steps(device, 1, [7, 8])
+    assert device.stats().layers[1].prefetched == 1
+    assert [layer.prefetch_budget_bytes for layer in device.stats().layers] == [0, 1]
+    device.set_budgets([0, 0])
+    _steps(device, 3, [9, 10])
+    assert device.stats().layers[1].prefetched == 1
+    assert device.stats().layers[1].prefetch_budget_bytes == 0
+    with pytest.raises(ValueError, match="3 budgets for 2 layers"):
+        device.set_budgets([0, 0, 0])
+    with pytest.raises(ValueError, match="budget_bytes must be 0 to"):
+        device.set_budgets([0, -1])
+
+
+def test_a_controller_switches_off_what_never_comes_true() -> None:
+    device = _predicting()
+    nbytes = LAYOUT.payload_bytes
+    device.control_budgets(BudgetController([nbytes] * NUM_LAYERS, min_steps=16))
+    assert device.stats().layers[1].prefetch_budget_bytes == nbytes
+    for guess in range(40):  # another one each time, or it would be resident
+        _steps(device, 4, [5 + guess % 7])
+    assert device.stats().layers[1].prefetched > 16
+    assert device.stats().layers[1].prefetch_budget_bytes == 0
+    before = device.stats().layers[1].prefetched
+    _steps(device, 8, [5])
+    assert device.stats().layers[1].prefetched == before
+
+
+def test_a_controller_starts_again_with_the_counters() -> None:
+    device = _predicting()
+    controller = BudgetController([LAYOUT.payload_bytes] * NUM_LAYERS, min_steps=16)
+    device.control_budgets(controller)
+    _steps(device, 40, [5])
+    device.reset()
+    _steps(device, 40, [5])
+    assert controller.is_on == [True, True]
+
+
+def test_prefetches_that_were_demanded_at_once_are_told_from_those_that_waited() -> None:
+    device = _predicting()
+    device.fetch(0, _ids([1, 2]), guesses=lambda: torch.tensor([[9, 3]]))
+    device.fetch(1, _ids([9, 5]))
+    device.fetch(0, _ids([1, 2]), guesses=lambda: torch.tensor([[-1, -1]]))
+    device.fetch(1, _ids([3, 5]))
+    layer = device.stats().layers[1]
+    assert (layer.prefetch_used, layer.prefetch_at_once) == (2, 1)
+
+
+def test_a_budget_of_one_expert_brings_in_one_of_many_small_fields_whole() -> None:
+    device = _predicting()
+    device.set_budgets([0, LAYOUT.payload_bytes])
+    _steps(device, 1, [7, 8])
+    assert device.stats().layers[1].prefetched == 1
+    assert device.stats().layers[1].prefetch_dropped == 0

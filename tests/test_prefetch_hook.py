@@ -20,6 +20,7 @@ from graphs import (
 from graphs.prefetch import UNLIMITED_BYTES
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.slots import SlotTable
+from tests.helpers.ticking import TICK_NS, TickingClock
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -560,3 +561,67 @@ def test_a_fill_under_way_stops_soon_after_the_demand_is_posted() -> None:
     slots = rig.resolve(5, 2)
     assert slots == [0, 1]
     rig.audit()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the GPU has a clock of its own")
+class TestTimes:
+    """Durations, told by a clock that moves 10 ns at each reading."""
+
+    def test_a_demand_that_misses_waits_until_the_last_program_has_copied(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rig, clock = filled(), TickingClock(monkeypatch)
+        before = rig.counters().stall_ns
+        rig.resolve(7)
+        assert clock.readings == 1 + rig.programs  # the plan, then each program of the fill
+        assert rig.counters().stall_ns - before == rig.programs * TICK_NS
+        rig.advance()
+        rig.resolve(8)
+        assert rig.counters().stall_ns - before == 2 * rig.programs * TICK_NS
+
+    def test_a_demand_that_hits_reads_no_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rig, clock = filled(), TickingClock(monkeypatch)
+        before = rig.counters().stall_ns
+        rig.resolve(3, 4)
+        assert clock.readings == 0
+        assert rig.counters().stall_ns == before
+
+    def test_the_link_is_free_from_the_reservation_to_the_demand(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rig, _ = filled(), TickingClock(monkeypatch)
+        for _ in range(2):
+            rig.hook.reserve(0, tensor([7]))
+            rig.hook.fill(0)  # three readings
+            rig.hook.post(0, tensor([[7]]))
+            rig.resolve(7)
+            rig.advance()
+        counters = rig.counters()
+        assert counters.free_ns == (rig.programs + 1 + 1) * TICK_NS  # with nothing in flight, 1
+        assert counters.stall_ns == 0
+        rig.resolve(7)  # nothing was reserved or posted in this step
+        assert rig.counters().free_ns == counters.free_ns
+
+    def test_a_fill_that_ends_after_the_demand_is_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rig, _ = filled(), TickingClock(monkeypatch)
+        rig.hook.reserve(0, tensor([7]))
+        rig.hook.post(0, tensor([[7]]))
+        rig.hook.fill(0)
+        rig.resolve(7)
+        counters = rig.counters()
+        assert (counters.prefetch_used, counters.misses) == (1, 5)
+        assert counters.free_ns == TICK_NS
+        assert counters.stall_ns == rig.programs * TICK_NS
+
+    def test_a_reservation_after_the_demand_leaves_no_free_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rig, _ = filled(), TickingClock(monkeypatch)
+        rig.hook.post(0, tensor([[7]]))
+        rig.hook.reserve(0, tensor([7]))
+        rig.hook.fill(0)
+        rig.resolve(7)
+        assert rig.counters().free_ns == 0
+        assert rig.counters().stall_ns == (1 + rig.programs) * TICK_NS

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
 from predictors import PredictorShape, create_predictor
+from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
@@ -111,11 +112,8 @@ class PrefetchEngine:
                 num_layers=self._num_layers, num_experts=first.num_experts, top_k=self._top_k
             )
             predictor = create_predictor(config.predictor, shape)
-            budget_bytes = (
-                None
-                if config.prefetch_budget_mib is None
-                else int(config.prefetch_budget_mib * 2**20)
-            )
+            budget = config.prefetch_budget_mib
+            budget_bytes = 0 if budget == "auto" else int(budget * 2**20)
             if self.mode == "full":
                 self.scheduler.predict_on_device(predictor, budget_bytes=budget_bytes)
             else:
@@ -130,6 +128,11 @@ class PrefetchEngine:
                 self.scheduler.attach_prefetcher(prefetcher)
         except ValueError as error:
             raise ConfigError(f"{spelled('predictor')} {config.predictor!r}: {error}") from None
+        if budget == "auto":
+            layers = self.host_store.layers
+            self.scheduler.control_budgets(
+                BudgetController([layer.layout.payload_bytes for layer in layers])
+            )
         if self.scheduler.needs_guesses:
             self.check_gates()
 

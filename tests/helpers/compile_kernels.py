@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from graphs import fill_kernels, layout, prefetch_kernels, resolve_kernels
 from prefetch_runtime.policies import create_device_form
 
-INT64 = {"topk_ids", "counters", "bytes_before", "header", "units", "budget", "out"}
+INT64 = {"topk_ids", "counters", "bytes_before", "header", "units", "budget", "out", "stamps"}
 SCALARS = {"layer_idx": "i32", "n": "i32", "row_stride": "i32", "num_scores": "i32"}
 
 
@@ -87,7 +87,7 @@ def main() -> int:
     ptx = compile_kernel(resolve_kernels.advance_kernel, 4, UNITS_PER_STEP=32, BLOCK=1024)
     results.append(check("advance", ptx))
     ptx = compile_kernel(fill_kernels.fill_kernel, 16, **copy, S=48, U=289)
-    results.append(check("fill", ptx, holds=moves_16_bytes))
+    results.append(check("fill", ptx, holds=lambda p: moves_16_bytes(p) and "globaltimer" in p))
     ptx = compile_kernel(fill_kernels.prefetch_fill_kernel, 16, **copy, E=128, F=16, U=289)
     results.append(
         check("prefetch fill", ptx, holds=lambda p: moves_16_bytes(p) and "acquire" in p)

@@ -1,0 +1,221 @@
+"""How much each layer may prefetch in a step, from what speculation has brought so far.
+
+Two questions, answered per layer from the counters:
+
+- How much fits? The link is free for a layer's prefetches from its prediction until its demand.
+  That time, times the speed at which demanded experts came, is the budget.
+- Does it pay? Bytes that were there when the demand that they were predicted for came saved their
+  own time on the link. All other bytes were for nothing, or for later, when what they displaced
+  would have served as well. Both slow the compute beside them.
+
+A layer whose balance is negative is switched off, and tried again after a while that doubles with
+every failure; it stays on only while what it saves is clearly more than what it costs. No device,
+no clock of its own: numbers in, budgets out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefetch_runtime.stats import LayerStats
+
+COMPUTE_SLOWDOWN = 0.13
+"""Share by which compute that is bound by device memory slows down while the link is busy: measured
+on one H200."""
+DISPLACEMENT = 0.12
+"""Share of a copy's time that a useless copy costs beside that, by the expert that it displaced."""
+ON_ABOVE = 0.10
+"""A trial succeeds above this balance: net time saved, as a share of the copies' time."""
+OFF_BELOW = 0.0
+"""Speculation ends below this balance."""
+FIRST_RETRY_STEPS = 1024
+LAST_RETRY_STEPS = 1 << 20
+SMALLEST_SHARE = 0.1
+"""Of an expert: a budget below it is none, for a whole slot would be given for so little."""
+_EVIDENCE_EXPERTS = 16
+"""Experts that must have been prefetched before they are judged."""
+_SMOOTHING = 0.3
+_DEAD_BAND = 0.1
+_LINK_EVIDENCE_BYTES = 32 << 20
+_SLOWEST, _FASTEST = 1e8, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What is used of one layer's counters."""
+
+    steps: int = 0
+    free_s: float = 0.0
+    at_once: int = 0
+    late_bytes: int = 0
+    prefetched_bytes: int = 0
+
+    @classmethod
+    def of(cls, stats: LayerStats) -> "_Totals":
+        return cls(
+            stats.steps,
+            stats.link_free_seconds,
+            stats.prefetch_at_once,
+            stats.bytes_late,
+            stats.bytes_prefetched,
+        )
+
+
+class BudgetController:
+    """Sets every layer's budget. One object for a run; `observe` as often as one likes."""
+
+    def __init__(
+        self,
+        expert_bytes: Sequence[int],
+        *,
+        link_bytes_per_s: float = 50e9,
+        min_steps: int = 64,
+    ) -> None:
+        """
+        Args:
+            expert_bytes: of an expert of each layer.
+            link_bytes_per_s: what is believed of the link until it has been measured.
+            min_steps: steps between two looks at a layer.
+
+        Raises:
+            ValueError: a number that is not positive.
+        """
+        if not expert_bytes or min(expert_bytes) < 1:
+            raise ValueError(f"expert_bytes must be positive, got {list(expert_bytes)}")
+        for name, value in (("link_bytes_per_s", link_bytes_per_s), ("min_steps", min_steps)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self._layers = [_Layer(nbytes, min_steps) for nbytes in expert_bytes]
+        self._link_bytes_per_s = link_bytes_per_s
+        self._copied = (0, 0.0)
+
+    @property
+    def budgets(self) -> list[int]:
+        """Bytes per step, by layer; 0 where speculation is off."""
+        return [layer.budget for layer in self._layers]
+
+    @property
+    def is_on(self) -> list[bool]:
+        """By layer: whether it pays, or is on trial."""
+        return [layer.is_on for layer in self._layers]
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Speed of demanded copies."""
+        return self._link_bytes_per_s
+
+    def observe(self, layers: Sequence[LayerStats]) -> bool:
+        """Take note of the counters as they are now. Returns whether a budget has changed.
+
+        Raises ValueError for another number of layers.
+        """
+        if len(layers) != len(self._layers):
+            raise ValueError(f"counters of {len(layers)} layers, expected {len(self._layers)}")
+        self._measure_link(layers)
+        changed = False
+        for layer, stats in zip(self._layers, layers, strict=True):
+            changed |= layer.observe(_Totals.of(stats), self._link_bytes_per_s)
+        return changed
+
+    def restarted(self) -> None:
+        """The counters start from zero again; what was learned stays."""
+        self._copied = (0, 0.0)
+        for layer in self._layers:
+            layer.seen = _Totals()
+
+    def _measure_link(self, layers: Sequence[LayerStats]) -> None:
+        copied = (
+            sum(layer.bytes_copied for layer in layers),
+            sum(layer.stall_seconds for layer in layers),
+        )
+        nbytes, seconds = copied[0] - self._copied[0], copied[1] - self._copied[1]
+        if nbytes < _LINK_EVIDENCE_BYTES:
+            return
+        self._copied = copied
+        if seconds > 0:
+            measured = min(max(nbytes / seconds, _SLOWEST), _FASTEST)
+            self._link_bytes_per_s += _SMOOTHING * (measured - self._link_bytes_per_s)
+
+
+class _Layer:
+    """One layer's budget and balance."""
+
+    def __init__(self, expert_bytes: int, min_steps: int) -> None:
+        self.budget = expert_bytes  # until it is known what fits
+        self.is_on = True
+        self._on_trial = True
+        self._expert_bytes = expert_bytes
+        self._min_steps = min_steps
+        self.seen = _Totals()
+        self._window_s: float | None = None
+        self._balance = 0.0
+        self._good = 0.0  # bytes since the last judgement
+        self._moved = 0.0
+        self._steps_so = 0  # steps in the present state
+        self._retry_steps = FIRST_RETRY_STEPS
+
+    def observe(self, totals: _Totals, link_bytes_per_s: float) -> bool:
+        steps = totals.steps - self.seen.steps
+        if steps < self._min_steps:
+            return False
+        seen, self.seen = self.seen, totals
+        free_s = (totals.free_s - seen.free_s) / steps
+        if free_s > 0:
+            before = free_s if self._window_s is None else self._window_s
+            self._window_s = before + _SMOOTHING * (free_s - before)
+        self._steps_so += steps
+        if self.is_on:
+            self._good += (
+                (totals.at_once - seen.at_once) * self._expert_bytes
+                + totals.late_bytes
+                - seen.late_bytes
+            )
+            self._moved += totals.prefetched_bytes - seen.prefetched_bytes
+            if self._moved >= _EVIDENCE_EXPERTS * self._expert_bytes:
+                self._judge()
+        elif self._steps_so >= self._retry_steps:
+            self._switch(on=True)
+        return self._set_budget(link_bytes_per_s)
+
+    def _judge(self) -> None:
+        good = min(self._good, self._moved)
+        net = good - COMPUTE_SLOWDOWN * self._moved - DISPLACEMENT * (self._moved - good)
+        balance = net / self._moved
+        self._good = self._moved = 0.0
+        if self._on_trial:
+            self._on_trial, self._balance = False, balance
+            if balance <= ON_ABOVE:
+                self._fail()
+            return
+        self._balance += 0.5 * (balance - self._balance)
+        if self._balance < OFF_BELOW:
+            if self._steps_so > 8 * self._retry_steps:
+                self._retry_steps = FIRST_RETRY_STEPS  # it has paid for long: the load has changed
+                self._switch(on=False)
+            else:
+                self._fail()
+        elif self._steps_so > 8 * self._retry_steps:
+            self._retry_steps = FIRST_RETRY_STEPS
+
+    def _fail(self) -> None:
+        self._switch(on=False)
+        self._retry_steps = min(2 * self._retry_steps, LAST_RETRY_STEPS)
+
+    def _switch(self, *, on: bool) -> None:
+        self.is_on = self._on_trial = on
+        self._steps_so = 0
+        self._good = self._moved = 0.0
+
+    def _set_budget(self, link_bytes_per_s: float) -> bool:
+        """Returns whether the budget has changed. Small changes are not worth one."""
+        fits = float(self._expert_bytes)
+        if self._window_s is not None:
+            fits = self._window_s * link_bytes_per_s
+        if not self.is_on or fits < SMALLEST_SHARE * self._expert_bytes:
+            fits = 0.0
+        budget = round(fits)
+        if (budget > 0) == (self.budget > 0) and abs(budget - self.budget) <= (
+            _DEAD_BAND * self.budget
+        ):
+            return False
+        self.budget = budget
+        return True

@@ -1,0 +1,181 @@
+"""Synthetic histories: what one layer's counters would say, step for step."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from prefetch_runtime.budget import FIRST_RETRY_STEPS, BudgetController
+from prefetch_runtime.stats import LayerStats
+
+EXPERT_BYTES = 1_000_000
+LINK = 50e9
+FREE_S = 60e-6  # three experts' time on the link
+EMPTY = LayerStats(layer_idx=1, layer_name="", num_experts=128, num_slots=32)
+
+Precision = Callable[[int], float]
+
+
+class History:
+    """One layer under a controller that looks every 32 steps."""
+
+    def __init__(self, *, min_steps: int = 64, free_s: float = FREE_S) -> None:
+        self.controller = BudgetController([EXPERT_BYTES], min_steps=min_steps)
+        self.free_s = free_s
+        self.budgets: list[int] = []
+        self.steps = 0
+        self._at_once = self._late = self._prefetched = 0.0
+
+    @property
+    def stats(self) -> LayerStats:
+        return replace(
+            EMPTY,
+            steps=self.steps,
+            link_free_seconds=self.steps * self.free_s,
+            prefetch_at_once=int(self._at_once),
+            bytes_late=int(self._late * EXPERT_BYTES),
+            bytes_prefetched=int(self._prefetched * EXPERT_BYTES),
+            bytes_copied=self.steps * EXPERT_BYTES,
+            stall_seconds=self.steps * EXPERT_BYTES / LINK,
+        )
+
+    def run(self, steps: int, precision: float | Precision, *, late: float = 0.0) -> None:
+        """`precision`: share of what is prefetched that is there when its demand comes; `late`:
+        share that is half there."""
+        for _ in range(steps):
+            share = precision(self.steps) if callable(precision) else precision
+            experts = self.controller.budgets[0] / EXPERT_BYTES
+            self._at_once += share * experts
+            self._late += late * experts / 2
+            self._prefetched += experts
+            self.steps += 1
+            if self.steps % 32 == 0:
+                self.controller.observe([self.stats])
+                self.budgets.append(self.controller.budgets[0])
+
+    def restart(self) -> None:
+        self.controller.restarted()
+        self.steps = 0
+        self._at_once = self._late = self._prefetched = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.controller.is_on[0]
+
+    @property
+    def switches(self) -> int:
+        on = [budget > 0 for budget in self.budgets]
+        return sum(a != b for a, b in itertools.pairwise(on))
+
+
+def test_the_budget_is_what_the_link_has_time_for() -> None:
+    history = History()
+    assert history.controller.budgets == [EXPERT_BYTES]  # until it is known
+    history.run(1024, 0.7)
+    assert history.controller.budgets[0] == pytest.approx(FREE_S * LINK, rel=0.02)
+
+
+def test_the_link_is_as_fast_as_demanded_copies_were() -> None:
+    controller = BudgetController([EXPERT_BYTES], link_bytes_per_s=10e9)
+    for i in range(1, 40):
+        copied, stall = i * 64 << 20, i * (64 << 20) / 25e9
+        controller.observe([replace(EMPTY, steps=i, bytes_copied=copied, stall_seconds=stall)])
+    assert controller.link_bytes_per_s == pytest.approx(25e9, rel=0.01)
+
+
+def test_a_good_predictor_stays_on_with_one_budget() -> None:
+    history = History()
+    history.run(100_000, lambda step: 0.6 if step % 7 else 0.2)
+    assert history.is_on
+    assert history.switches == 0
+    assert len(set(history.budgets[10:])) == 1
+
+
+def test_late_bytes_pay_for_themselves() -> None:
+    history = History()
+    history.run(20_000, 0.0, late=0.9)
+    assert history.is_on
+
+
+def test_garbage_goes_off_and_is_retried_at_growing_intervals() -> None:
+    history = History()
+    history.run(200_000, 0.06)
+    on = [i * 32 for i, budget in enumerate(history.budgets) if budget]
+    assert sum(budget > 0 for budget in history.budgets) < 0.01 * len(history.budgets)
+    begun = [at for at, before in zip(on[1:], on, strict=False) if at - before > 32]
+    assert 4 <= len(begun) <= 9
+    gaps = [b - a for a, b in itertools.pairwise(begun)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 4 * gaps[0]
+
+
+def test_what_begins_to_pay_is_found_out() -> None:
+    history = History()
+    history.run(3_000, 0.05)
+    assert not history.is_on
+    history.run(10_000, 0.7)
+    assert history.is_on
+
+
+def test_what_stops_paying_goes_off_soon_however_long_it_paid() -> None:
+    history = History()
+    history.run(50_000, 0.7)
+    assert history.is_on
+    history.run(1_000, 0.02)
+    assert not history.is_on
+    history.run(2 * FIRST_RETRY_STEPS, 0.7)  # and is not held against it
+    assert history.is_on
+
+
+@pytest.mark.parametrize("period", [64, 200, 1000, 3000])
+def test_an_alternating_workload_does_not_flap(period: int) -> None:
+    history = History()
+    history.run(300_000, lambda step: 0.7 if step // period % 2 else 0.02)
+    assert history.switches <= 16
+
+
+def test_balances_around_the_threshold_do_not_flap() -> None:
+    history = History()
+    history.run(300_000, lambda step: 0.22 + (0.12 if step // 64 % 2 else -0.12))
+    assert history.switches <= 16
+
+
+def test_a_window_too_short_for_a_tenth_of_an_expert_is_none() -> None:
+    history = History(free_s=1e-6)
+    history.run(1024, 0.9)
+    assert history.controller.budgets == [0]
+
+
+def test_without_a_clock_one_expert_is_tried() -> None:
+    history = History(free_s=0.0)
+    history.run(1024, 0.9)
+    assert history.controller.budgets == [EXPERT_BYTES]
+
+
+def test_layers_are_judged_one_by_one() -> None:
+    good, bad = History(), History()
+    both = BudgetController([EXPERT_BYTES, EXPERT_BYTES])
+    for _ in range(40):
+        good.run(32, 0.7)
+        bad.run(32, 0.0)
+        both.observe([good.stats, bad.stats])
+    assert both.is_on == [True, False]
+
+
+def test_counters_that_start_again_are_no_evidence() -> None:
+    history = History()
+    history.run(1024, 0.7)
+    history.restart()
+    history.run(2048, 0.7)
+    assert history.is_on
+    assert history.switches == 0
+
+
+def test_it_refuses_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="expert_bytes must be positive, got \\[\\]"):
+        BudgetController([])
+    with pytest.raises(ValueError, match="min_steps must be positive, got 0"):
+        BudgetController([1], min_steps=0)
+    with pytest.raises(ValueError, match="counters of 2 layers, expected 1"):
+        BudgetController([1]).observe([EMPTY, EMPTY])

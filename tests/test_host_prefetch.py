@@ -1,0 +1,133 @@
+"""Prediction by the host: what is brought in, how much of it, and how it is counted."""
+
+import time
+
+import pytest
+import torch
+
+from predictors import PredictorShape, create_predictor
+from prefetch_runtime.audit import audit
+from prefetch_runtime.budget import BudgetController
+from prefetch_runtime.copier import CopyTicket, HostCopier
+from prefetch_runtime.host_prefetch import UNLIMITED_BYTES, HostPrefetcher
+from tests.helpers.small_cache import LAYOUT, RecordingCopier, SmallCache, small_cache
+
+NUM_EXPERTS, NUM_SLOTS, TOP_K = 12, 5, 2
+EXPERT_BYTES = LAYOUT.payload_bytes
+
+
+def cache_with(budget_bytes: int = UNLIMITED_BYTES, **more: object) -> SmallCache:
+    cache = small_cache(NUM_EXPERTS, NUM_SLOTS, num_layers=2, **more)  # type: ignore[arg-type]
+    shape = PredictorShape(num_layers=2, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    cache.scheduler.attach_prefetcher(
+        HostPrefetcher(
+            create_predictor("next_gate", shape),
+            HostCopier(),
+            num_layers=2,
+            top_k=TOP_K,
+            budget_bytes=budget_bytes,
+        )
+    )
+    return cache
+
+
+def step(cache: SmallCache, chosen: list[int], guesses: list[int], then: list[int]) -> None:
+    scheduler = cache.scheduler
+    scheduler.begin_step()
+    ids = torch.tensor([chosen], dtype=torch.int32)
+    scheduler.fetch(0, ids, guesses=lambda: torch.tensor([guesses]))
+    scheduler.fetch(1, torch.tensor([then], dtype=torch.int32))
+
+
+def test_a_forecast_is_there_when_it_is_demanded() -> None:
+    cache = cache_with()
+    step(cache, [1, 2], [9, 3, 4], [9, 5])
+    layer = cache.scheduler.stats().layers[1]
+    assert (layer.hits, layer.misses, layer.prefetched, layer.prefetch_used) == (1, 1, 3, 1)
+    assert audit(cache.scheduler) == []
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "prefetched"),
+    [(0, 0), (1, 1), (EXPERT_BYTES, 1), (EXPERT_BYTES + 1, 2), (UNLIMITED_BYTES, 3)],
+)
+def test_the_last_expert_that_the_budget_starts_is_copied_whole(
+    budget_bytes: int, prefetched: int
+) -> None:
+    cache = cache_with(budget_bytes)
+    step(cache, [1, 2], [9, 3, 4], [9, 5])
+    layers = cache.scheduler.stats().layers
+    assert layers[1].prefetched == prefetched
+    assert [layer.prefetch_budget_bytes for layer in layers] == [0, budget_bytes]
+
+
+def test_prefetches_that_were_demanded_at_once_are_told_from_those_that_waited() -> None:
+    cache = cache_with()
+    step(cache, [1, 2], [9, 3], [9, 5])
+    step(cache, [1, 2], [-1, -1], [3, 5])
+    layer = cache.scheduler.stats().layers[1]
+    assert (layer.prefetch_used, layer.prefetch_at_once) == (2, 1)
+
+
+def test_the_link_is_free_from_prediction_to_demand() -> None:
+    cache = cache_with(0)
+    scheduler = cache.scheduler
+    for _ in range(2):
+        scheduler.begin_step()
+        ids = torch.tensor([[1, 2]], dtype=torch.int32)
+        scheduler.fetch(0, ids, guesses=lambda: torch.tensor([[9]]))
+        time.sleep(0.02)
+        scheduler.fetch(1, ids)
+    first, second = scheduler.stats().layers
+    assert first.link_free_seconds == 0
+    assert 0.04 <= second.link_free_seconds < 1
+
+
+class SlowCopier(RecordingCopier):
+    """Copies take 10 ms when they are waited for."""
+
+    def wait(self, ticket: CopyTicket) -> None:
+        time.sleep(0.01)
+        super().wait(ticket)
+
+
+def test_a_layer_stalls_for_the_copies_of_its_demand_alone() -> None:
+    cache = cache_with(copier=SlowCopier())
+    step(cache, [1, 2], [9, 3], [9, 3])
+    first, second = cache.scheduler.stats().layers
+    assert 0.01 <= first.stall_seconds < 0.5
+    assert second.stall_seconds == 0
+    step(cache, [1, 2], [9, 3], [9, 3])
+    assert cache.scheduler.stats().layers[0].stall_seconds == first.stall_seconds
+    assert cache.scheduler.stats().stall_seconds == first.stall_seconds
+    cache.scheduler.reset()
+    assert cache.scheduler.stats().stall_seconds == 0
+
+
+def test_a_controller_switches_off_what_never_comes_true() -> None:
+    cache = cache_with()
+    controller = BudgetController([EXPERT_BYTES] * 2, min_steps=16)
+    cache.scheduler.control_budgets(controller)
+    assert cache.scheduler.stats().layers[1].prefetch_budget_bytes == EXPERT_BYTES
+    for i in range(400):
+        demand = [1, 2] if i % 2 else [3, 4]
+        step(cache, demand, [5 + (i // 4) % 7], demand)
+    layer = cache.scheduler.stats().layers[1]
+    assert layer.prefetched >= 16
+    assert layer.prefetch_budget_bytes == 0
+    assert controller.is_on[1] is False
+
+
+def test_a_controller_leaves_on_what_comes_true() -> None:
+    cache = cache_with()
+    cache.scheduler.control_budgets(BudgetController([EXPERT_BYTES] * 2, min_steps=16))
+    for i in range(400):
+        demand = [i % NUM_EXPERTS, (i + 5) % NUM_EXPERTS]
+        step(cache, [1, 2], demand, demand)
+    assert cache.scheduler.stats().layers[1].prefetch_budget_bytes > 0
+
+
+def test_budgets_are_not_controlled_where_nothing_predicts() -> None:
+    cache = small_cache(NUM_EXPERTS, NUM_SLOTS, num_layers=2)
+    with pytest.raises(RuntimeError, match="attach a prefetcher before"):
+        cache.scheduler.control_budgets(BudgetController([EXPERT_BYTES] * 2))
