@@ -5,7 +5,7 @@ keeps no copy of it and never picks a victim: vLLM schedules a step while the GP
 Shapes: L = layers, E = experts of a layer, S = slots, T = tokens, K = top_k.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -123,7 +123,11 @@ class DeviceScheduler(Scheduler):
 
     def set_budgets(self, budgets: Sequence[int]) -> None:
         """Bytes of speculation per layer and step, from the next replay on; captured graphs too.
-        Waits for nothing."""
+        Waits for nothing. Ends what a controller does."""
+        self._control = None
+        self._put_budgets(budgets)
+
+    def _put_budgets(self, budgets: Sequence[int]) -> None:
         if self._hook is None:
             raise RuntimeError("let the scheduler predict before its budgets are set")
         self._budgets = list(budgets)
@@ -131,8 +135,8 @@ class DeviceScheduler(Scheduler):
 
     def control_budgets(self, controller: BudgetController) -> None:
         """As in `Scheduler`: the counters are read beside the steps, never in their way."""
-        self.set_budgets(controller.budgets)
-        self._control = BudgetLoop(self, controller, self._device)
+        self._put_budgets(controller.budgets)
+        self._control = BudgetLoop(self, controller, self._put_budgets, self._device)
 
     @property
     def needs_guesses(self) -> bool:
@@ -391,10 +395,15 @@ class BudgetLoop:
     """
 
     def __init__(
-        self, scheduler: DeviceScheduler, controller: BudgetController, device: torch.device
+        self,
+        scheduler: DeviceScheduler,
+        controller: BudgetController,
+        put_budgets: Callable[[Sequence[int]], None],
+        device: torch.device,
     ) -> None:
         self._scheduler = scheduler
         self._controller = controller
+        self._put_budgets = put_budgets
         on_cuda = device.type == "cuda"
         self._tensors = tuple(scheduler.counter_tensors())
         self._copies = [
@@ -413,7 +422,7 @@ class BudgetLoop:
                 self._is_under_way = False
                 stats = self._scheduler.stats_from(self._copies)
                 if self._controller.observe(stats.layers):
-                    self._scheduler.set_budgets(self._controller.budgets)
+                    self._put_budgets(self._controller.budgets)
         elif self._steps % CONTROL_STEPS == 0:
             for copy, tensor in zip(self._copies, self._tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)

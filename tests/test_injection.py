@@ -60,3 +60,40 @@ def test_a_routing_of_another_shape_or_with_negative_ids_is_refused() -> None:
         RoutingInjection(ROUTING[:0], CPU)
     with pytest.raises(ValueError, match="negative expert ids"):
         RoutingInjection(ROUTING - 1, CPU)
+
+
+GUESSES = torch.arange(3 * 1 * 4 * 3).reshape(3, 1, 4, 3)
+
+
+def test_guesses_follow_the_clock() -> None:
+    injection = RoutingInjection(ROUTING, CPU, guesses=GUESSES)
+    assert injection.guess(0, 2).tolist() == GUESSES[0, 0, :2].tolist()
+    injection.advance()
+    assert injection.guess(0, 4).tolist() == GUESSES[1, 0].tolist()
+
+
+def test_another_routing_takes_its_place_and_starts_with_its_first_step() -> None:
+    injection = RoutingInjection(ROUTING, CPU, guesses=GUESSES)
+    injection.advance()
+    addresses = [t.data_ptr() for t in (injection.routing, injection.guesses, injection.clock)]  # type: ignore[union-attr]
+    injection.load(ROUTING + 5, GUESSES + 1)
+    injection.advance()
+    asked = torch.zeros((4, 2), dtype=torch.int32)
+    assert injection.replace(0, asked).tolist() == (ROUTING[0, 0] + 5).tolist()
+    assert injection.guess(0, 4).tolist() == (GUESSES[0, 0] + 1).tolist()
+    assert addresses == [
+        t.data_ptr()  # type: ignore[union-attr]
+        for t in (injection.routing, injection.guesses, injection.clock)
+    ]
+    injection.load(ROUTING)
+    assert injection.guesses.tolist() == (GUESSES + 1).tolist()  # type: ignore[union-attr]
+
+
+def test_guesses_and_routings_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"guesses must be \[3, 1, 4, guesses\]"):
+        RoutingInjection(ROUTING, CPU, guesses=GUESSES[:2])
+    injection = RoutingInjection(ROUTING, CPU)
+    with pytest.raises(ValueError, match=r"the routing had shape \(3, 2, 4, 2\), got \(2, 2, 4"):
+        injection.load(ROUTING[:2])
+    with pytest.raises(ValueError, match="the guesses had shape None"):
+        injection.load(ROUTING, GUESSES)
