@@ -60,6 +60,25 @@ class _Totals:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """What all layers copied for demands, and waited for it."""
+
+    nbytes: int = 0
+    stall_s: float = 0.0
+    waves: int = 0
+    steps: int = 0
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerStats]) -> "_Copied":
+        return cls(
+            sum(layer.bytes_copied for layer in layers),
+            sum(layer.stall_seconds for layer in layers),
+            sum(layer.waves for layer in layers),
+            sum(layer.steps for layer in layers),
+        )
+
+
 class BudgetController:
     """Sets every layer's budget. One object for a run; `observe` as often as one likes."""
 
@@ -86,7 +105,7 @@ class BudgetController:
                 raise ValueError(f"{name} must be positive, got {value}")
         self._layers = [_Layer(nbytes, min_steps) for nbytes in expert_bytes]
         self._link_bytes_per_s = link_bytes_per_s
-        self._copied = (0, 0.0)
+        self._copied = _Copied()
 
     @property
     def budgets(self) -> list[int]:
@@ -118,20 +137,19 @@ class BudgetController:
 
     def restarted(self) -> None:
         """The counters start from zero again; what was learned stays."""
-        self._copied = (0, 0.0)
+        self._copied = _Copied()
         for layer in self._layers:
             layer.seen = _Totals()
 
     def _measure_link(self, layers: Sequence[LayerStats]) -> None:
-        copied = (
-            sum(layer.bytes_copied for layer in layers),
-            sum(layer.stall_seconds for layer in layers),
-        )
-        nbytes, seconds = copied[0] - self._copied[0], copied[1] - self._copied[1]
-        if nbytes < _LINK_EVIDENCE_BYTES:
+        before, now = self._copied, _Copied.of(layers)
+        nbytes, seconds = now.nbytes - before.nbytes, now.stall_s - before.stall_s
+        waves, steps = now.waves - before.waves, now.steps - before.steps
+        is_decode = waves in (0, steps)  # copies of wide steps are hidden behind their computing
+        if is_decode and nbytes < _LINK_EVIDENCE_BYTES:
             return
-        self._copied = copied
-        if seconds > 0:
+        self._copied = now
+        if is_decode and seconds > 0:
             measured = min(max(nbytes / seconds, _SLOWEST), _FASTEST)
             self._link_bytes_per_s += _SMOOTHING * (measured - self._link_bytes_per_s)
 

@@ -84,6 +84,16 @@ def test_the_link_is_as_fast_as_demanded_copies_were() -> None:
     assert controller.link_bytes_per_s == pytest.approx(25e9, rel=0.01)
 
 
+def test_copies_of_wide_steps_say_nothing_about_the_link() -> None:
+    controller = BudgetController([EXPERT_BYTES], link_bytes_per_s=10e9)
+    for i in range(1, 40):  # nearly all hidden behind compute
+        copied, stall = i * 64 << 20, i * 1e-4
+        controller.observe(
+            [replace(EMPTY, steps=i, waves=5 * i, bytes_copied=copied, stall_seconds=stall)]
+        )
+    assert controller.link_bytes_per_s == 10e9
+
+
 def test_a_good_predictor_stays_on_with_one_budget() -> None:
     history = History()
     history.run(100_000, lambda step: 0.6 if step % 7 else 0.2)
