@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from prefetch_runtime import __version__, cli_plan, cli_trace
+from prefetch_runtime import __version__, cli_bench, cli_plan, cli_trace
 from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
@@ -365,6 +365,7 @@ def _common(
 
 app.command()(cli_trace.trace)
 app.command()(cli_trace.simulate)
+app.command()(cli_bench.bench)
 app.command()(cli_plan.plan)
 app.command()(cli_plan.doctor)
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefetch_runtime.shapes import SHAPES, shape_config
+
 MAX_CONFIG_BYTES = 4 << 20
 
 # What the models that vLLM serves call them.
@@ -65,12 +67,15 @@ def read_config_file(path: Path, whose: str) -> dict[str, Any]:
 
 
 def load_config(model: str) -> dict[str, Any]:
-    """The `config.json` of a model folder, or of a model on the hub (nothing else is fetched).
+    """The `config.json` of a model folder, a named shape, or a model on the hub (nothing else of it
+    is fetched).
 
     Raises:
         ModelError: as `read_config`; or the hub has no such model, or cannot be reached.
     """
     config = read_config(model)
+    if config is None and model in SHAPES:
+        return shape_config(model)
     return config if config is not None else read_config_file(_fetch(model), f"{model!r}")
 
 

@@ -551,6 +551,67 @@ class TestConfiguration:
         assert "info_once" in (vllm.root / "logger.py").read_text()
 
 
+class TestTheBench:
+    """`bench_engine.py`, the baselines in `bench/cases.py`, the command in `bench/servers.py`."""
+
+    def test_the_baselines_are_arguments_of_an_engine(self, vllm: Source) -> None:
+        require(
+            vllm,
+            "engine/arg_utils.py",
+            "EngineArgs",
+            "offload_backend",
+            "cpu_offload_gb",
+            "cpu_offload_params",
+            "offload_group_size",
+            "offload_num_in_group",
+            "offload_prefetch_step",
+            "offload_params",
+            "kv_cache_memory_bytes",
+            "max_num_batched_tokens",
+            "moe_backend",
+        )
+        assert takes(vllm.function("entrypoints/llm.py", "__init__", "LLM"), "attention_config")
+
+    def test_what_an_offloader_moved_can_be_counted(self, vllm: Source) -> None:
+        uva = text_of(vllm.tree("model_executor/offloader/uva.py"))
+        assert "p._vllm_is_uva_offloaded = True" in uva
+        assert "if self.cpu_offload_bytes >= self.cpu_offload_max_bytes" in uva
+        path = "model_executor/offloader/prefetch.py"
+        require(vllm, path, "PrefetchOffloader", "total_offloaded_bytes")
+        wrap = text_of(vllm.function(path, "wrap_modules", "PrefetchOffloader"))
+        assert "module_index % self.group_size >= self.group_size - self.num_in_group" in wrap
+
+    def test_an_engine_is_stepped_by_hand(self, vllm: Source) -> None:
+        path = "v1/engine/llm_engine.py"
+        assert parameters(vllm.function(path, "add_request", "LLMEngine"))[:4] == [
+            "self",
+            "request_id",
+            "prompt",
+            "params",
+        ]
+        for name in ("step", "abort_request", "has_unfinished_requests"):
+            vllm.function(path, name, "LLMEngine")
+        require(vllm, "sampling_params.py", "RequestOutputKind", "DELTA")
+        require(vllm, "sampling_params.py", "SamplingParams", "output_kind", "detokenize")
+
+    def test_a_server_is_measured_by_vllms_own_command(self, vllm: Source) -> None:
+        from prefetch_runtime.bench.config import BenchConfig, Server
+        from prefetch_runtime.bench.servers import command_of
+
+        server = Server(name="s", url="http://h:1", model="m")
+        command = command_of(server, BenchConfig(model="m"), 1, Path("f"))
+        known = "".join(
+            path.read_text()
+            for folder in ("benchmarks", "entrypoints/cli")
+            for path in sorted((vllm.root / folder).rglob("*.py"))
+        )
+        for option in (word for word in command if word.startswith("--")):
+            assert f'"{option}"' in known, f"vLLM {vllm.version}: bench serve has no {option}"
+        for name in ("output_throughput", "completed", "median_itl_ms"):
+            stem = name.replace("median_itl_ms", "median_{metric_attribute_name}_ms")
+            assert stem in known, f"vLLM {vllm.version}: {name}"
+
+
 class TestTheseChecks:
     """They must be able to fail."""
 

@@ -1,0 +1,209 @@
+"""Which engines are started, and with what: one case is one engine with one number of slots."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefetch_runtime.bench.config import BenchConfig, Engine, parse_engine, slot_counts
+from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY
+from prefetch_runtime.model_sizes import ModelSizes
+from prefetch_runtime.offline import WORKER_CLS
+
+INJECTED_WORKER_CLS = "prefetch_runtime.vllm.injected_worker.InjectedWorker"
+EXPERTS = ("w13_weight", "w2_weight")
+_BLOCK = 16  # tokens of a KV cache block
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One engine with one number of slots; None: every expert resident."""
+
+    engine: Engine
+    slots: int | None
+
+    @property
+    def name(self) -> str:
+        return self.engine.name if self.slots is None else f"{self.engine.name}:{self.slots}"
+
+
+def cases_of(config: BenchConfig, sizes: ModelSizes) -> list[Case]:
+    """Every case of a configuration, baselines with as many experts on the device as ours.
+
+    Raises:
+        ConfigError: an unknown engine, or slots that the model cannot have.
+    """
+    engines = [parse_engine(name) for name in config.engines]
+    cases: list[Case] = []
+    for engine in engines:
+        if not engine.sized:
+            cases.append(Case(engine, None))
+            continue
+        asked = config.slots_of.get(engine.name, config.slots)
+        for slots in slot_counts(asked, num_experts=sizes.num_experts, top_k=sizes.top_k):
+            if engine.is_cache or slots < sizes.num_experts:  # a full offloader is `resident`
+                cases.append(Case(engine, slots))
+    return cases
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """How vLLM's prefetch offloader divides the layers: the last `offloaded` of each `group`."""
+
+    group: int
+    offloaded: int
+    ahead: int
+    """Layers fetched ahead, which is also the number of its buffers on the device."""
+
+
+def divide_layers(num_layers: int, budget: float) -> Layers | None:
+    """The division with the most layers resident, buffers included, in `budget` layers of memory.
+
+    Two buffers let one layer be copied while another is computed; one is taken where there is no
+    room for two. vLLM 0.26 wraps its buffers wrongly unless their number divides that of the
+    offloaded layers. None: not even one buffer fits.
+    """
+    best: tuple[tuple[int, int, int], Layers] | None = None
+    for ahead in (2, 1):
+        for group in range(1, num_layers + 1):
+            for offloaded in range(1, group + 1):
+                away = sum(i % group >= group - offloaded for i in range(num_layers))
+                resident = num_layers - away
+                if resident + ahead > budget or away % ahead or away < ahead:
+                    continue
+                rank = (ahead, resident, -group)
+                if best is None or rank > best[0]:
+                    best = (rank, Layers(group, offloaded, ahead))
+    return None if best is None else best[1]
+
+
+def refusal(case: Case, *, has_gpu: bool, sizes: ModelSizes) -> str | None:
+    """Why a case is not even started; None: it is."""
+    if not has_gpu and case.engine.base in ("uva", "offloader"):
+        return "vLLM's offloader needs a CUDA device, and there is none"
+    if not has_gpu and case.engine.base in ("full", "segmented"):
+        return f"mode {case.engine.base} decodes as CUDA graphs, and there is no CUDA device"
+    if case.engine.base == "offloader" and _division(case, sizes) is None:
+        return "vLLM's prefetch offloader keeps a layer's experts whole: no room for one"
+    return None
+
+
+def _division(case: Case, sizes: ModelSizes) -> Layers | None:
+    assert case.slots is not None
+    budget = sizes.num_moe_layers * case.slots / sizes.num_experts
+    return divide_layers(sizes.num_layers, budget)
+
+
+def engine_spec(
+    case: Case,
+    config: BenchConfig,
+    sizes: ModelSizes,
+    *,
+    model: str,
+    vocabulary: int,
+    random_weights: bool,
+    has_gpu: bool,
+    routing: Path | None,
+    batches: list[int],
+) -> dict[str, Any]:
+    """What `vllm/bench_engine.py` is given.
+
+    Args:
+        model: the folder or hub name that vLLM loads.
+        batches: those that are not measured yet.
+    """
+    widest = max(config.batches)
+    prompt_steps = math.ceil(widest * config.prompt_tokens / config.max_num_batched_tokens) + 2
+    longest = config.prompt_tokens + prompt_steps + config.warm + config.new_tokens + 16
+    longest = _BLOCK * math.ceil(longest / _BLOCK)
+    llm: dict[str, Any] = {
+        "model": model,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "max_model_len": longest,
+        "max_num_seqs": widest,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, widest),
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "enforce_eager": not (has_gpu and case.engine.has_graphs),
+    }
+    if has_gpu:
+        # Fixed, so that no engine trades KV cache for experts. Room for a quarter more.
+        kv_bytes = widest * sizes.kv_bytes(longest) * 5 // 4 + (64 << 20)
+        llm["kv_cache_memory_bytes"] = kv_bytes
+        if case.engine.has_graphs:
+            # What mode full allows, for every engine: prompts run without graphs.
+            llm["compilation_config"] = {
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sorted(config.batches),
+                **({} if config.compile else {"mode": 0}),
+            }
+    if random_weights:
+        llm["load_format"] = "scaled-random"
+    if config.attention_backend is not None:
+        llm["attention_config"] = {"backend": config.attention_backend}
+    if config.moe_backend is not None:
+        llm["moe_backend"] = config.moe_backend
+    llm |= _arguments_of(case, config, sizes, injected=routing is not None)
+    return {
+        "llm": llm,
+        "is_cache": case.engine.is_cache,
+        "metrics": case.engine.metrics,
+        "offloads": case.engine.base in ("uva", "offloader"),
+        "random_weights": random_weights,
+        "routing": None if routing is None else str(routing),
+        "batches": batches,
+        "prompt_tokens": config.prompt_tokens,
+        "prompt_file": config.prompt_file,
+        "prompt_steps": prompt_steps,
+        "new_tokens": config.new_tokens,
+        "warm": config.warm,
+        "repeats": config.repeats,
+        "seconds_per_batch": config.seconds_per_batch,
+        "vocabulary": vocabulary,
+    }
+
+
+def _arguments_of(
+    case: Case, config: BenchConfig, sizes: ModelSizes, *, injected: bool
+) -> Mapping[str, Any]:
+    """The arguments that make the engine what it is."""
+    engine, slots = case.engine, case.slots
+    if engine.is_cache:
+        settings: dict[str, Any] = {
+            "slots_per_layer": slots,
+            "mode": engine.base,
+            "policy": engine.policy,
+            "predictor": engine.predictor,
+            "staging_slots": config.staging_slots,
+            "metrics": engine.metrics,
+            "prefetch_budget_mib": config.prefetch_budget_mib,
+        }
+        return {
+            "worker_cls": INJECTED_WORKER_CLS if injected else WORKER_CLS,
+            "additional_config": {ADDITIONAL_CONFIG_KEY: settings},
+        }
+    if engine.base == "uva":
+        assert slots is not None
+        absent = sizes.num_experts - slots
+        # vLLM goes on until the limit is reached: a byte less keeps it from one tensor too many.
+        gib = (sizes.num_moe_layers * absent * sizes.expert_bytes - 1) / 2**30
+        return {
+            "offload_backend": "uva",
+            "cpu_offload_gb": gib,
+            "cpu_offload_params": list(EXPERTS),
+        }
+    if engine.base == "offloader":
+        division = _division(case, sizes)
+        assert division is not None
+        return {
+            "offload_backend": "prefetch",
+            "offload_group_size": division.group,
+            "offload_num_in_group": division.offloaded,
+            "offload_prefetch_step": division.ahead,
+            "offload_params": list(EXPERTS),
+        }
+    return {}

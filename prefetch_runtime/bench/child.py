@@ -1,0 +1,149 @@
+"""One case in a process of its own, with a time limit; nothing of it outlives the call."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
+
+SCRIPT = Path(__file__).resolve().parent.parent / "vllm" / "bench_engine.py"
+_GRACE_S = 3.0
+"""Between the polite signal and the one that cannot be ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a child left."""
+
+    status: str
+    """"ok", "failed" or "timeout"."""
+    reason: str | None = None
+    """Why it is not "ok"."""
+    loaded: Mapping[str, Any] | None = None
+    batches: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run_case(
+    spec: Mapping[str, Any],
+    *,
+    limit_s: float,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Time an engine as `vllm/bench_engine.py` does; its output goes to `log`."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="prefetch-runtime-bench-") as folder:
+        spec_path, events_path = Path(folder, "spec.json"), Path(folder, "events.jsonl")
+        metrics = {}
+        if spec["metrics"]:  # must be there before the engine imports prometheus_client
+            Path(folder, "metrics").mkdir()
+            metrics[METRICS_FOLDER_VARIABLE] = str(Path(folder, "metrics"))
+        spec_path.write_text(json.dumps(spec))
+        status = run_process(
+            [sys.executable, "-P", str(SCRIPT), str(spec_path), str(events_path)],
+            limit_s=limit_s,
+            log=log,
+            environment={
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                **os.environ,
+                **metrics,
+                **(environment or {}),
+            },
+        )
+        events = _events(events_path)
+    seconds = time.monotonic() - started
+    stage = next((e["name"] for e in reversed(events) if e["event"] == "stage"), "starting")
+    error = next((e for e in events if e["event"] == "error"), None)
+    ended = any(e["event"] == "end" for e in events)
+    if status is None:
+        verdict, reason = "timeout", f"time limit of {limit_s:g} s reached while {stage}"
+    elif error is not None:
+        verdict, reason = "failed", f"while {error['stage']}: {plain(str(error['message']))}"
+    elif not ended:
+        verdict, reason = "failed", f"while {stage}: {_death(status, log)}"
+    else:
+        verdict, reason = "ok", None
+    return Outcome(
+        verdict,
+        reason,
+        next((e for e in events if e["event"] == "loaded"), None),
+        [e for e in events if e["event"] == "batch"],
+        seconds,
+    )
+
+
+def run_process(
+    command: Sequence[str], *, limit_s: float, log: Path, environment: Mapping[str, str]
+) -> int | None:
+    """Run a command and end it, with all it started, when the time is up or we are interrupted.
+
+    Returns:
+        The exit status, or None when the time was up.
+    """
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C comes to us, and we end the whole group
+        )
+    try:
+        return process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(timeout=_GRACE_S)
+    finally:  # whatever interrupts the wait
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The lines that are whole; a child that was killed may have left half of one."""
+    events = []
+    with suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):
+                events.append(json.loads(line))
+    return events
+
+
+def plain(message: str) -> str:
+    """An engine's error in one line; a model that does not fit is called so."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = " ".join(lines) if len(lines) < 4 else " ".join([lines[0], lines[-1]])
+    if re.search(r"out of memory|OutOfMemory|Cannot allocate memory", text, re.IGNORECASE):
+        text = f"does not fit: {text}"
+    return text[:400]
+
+
+def _death(status: int, log: Path) -> str:
+    """How a process ended that could not say it itself."""
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = " (killed from outside, as when memory runs out)" if status == -9 else ""
+        return f"the engine's process was ended by {name}{hint}; its log is {log}"
+    last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+    return f"the engine's process ended with status {status}: {plain(' '.join(last))} (log: {log})"

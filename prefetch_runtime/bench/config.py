@@ -1,0 +1,252 @@
+"""What a measurement is made of: one TOML file, read safely and checked once."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from prefetch_runtime.config import MAX_BUDGET_MIB, PREDICTORS, ConfigError
+from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES
+
+MAX_FILE_BYTES = 1 << 20
+
+BASELINES = ("resident", "resident-eager", "uva", "offloader")
+MODES = ("eager", "segmented", "full")
+ROUTINGS = ("model", "calibrated", "uniform")
+"""Who routes: the model, or a generated trace; else the path of a trace."""
+
+Positive = Annotated[int, Field(ge=1, le=1 << 20)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine by name: a baseline, or a mode with what comes on top, as `full+next_gate`."""
+
+    name: str
+    base: str
+    predictor: str = "none"
+    policy: str = "lru"
+    metrics: bool = False
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it is ours."""
+        return self.base in MODES
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether it decodes as CUDA graphs, where there is CUDA."""
+        return self.base not in ("eager", "resident-eager")
+
+    @property
+    def sized(self) -> bool:
+        """Whether it comes with numbers of slots."""
+        return self.base not in ("resident", "resident-eager")
+
+
+def parse_engine(name: str) -> Engine:
+    """An engine such as `uva`, `eager+lfru` or `full+next_gate+metrics`.
+
+    Raises:
+        ConfigError: an unknown word in it; suggests the nearest.
+    """
+    base, *extras = name.split("+")
+    bases = (*BASELINES, *MODES)
+    policies = (*POLICY_NAMES, *HOST_POLICY_NAMES)
+    if base not in bases:
+        raise ConfigError(f"engines: unknown engine {base!r}; {_suggest(base, bases)}")
+    found: dict[str, Any] = {}
+    for extra in extras:
+        if base in BASELINES:
+            raise ConfigError(f"engines: {name!r}: only {', '.join(MODES)} take a {extra!r}")
+        if extra == "metrics":
+            found["metrics"] = True
+        elif extra in PREDICTORS:
+            found["predictor"] = extra
+        elif extra in policies:
+            found["policy"] = extra
+        else:
+            known = ("metrics", *PREDICTORS, *policies)
+            raise ConfigError(f"engines: {name!r}: unknown {extra!r}; {_suggest(extra, known)}")
+    return Engine(name, base, **found)
+
+
+def _suggest(word: str, known: tuple[str, ...]) -> str:
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+
+
+class Server(BaseModel):
+    """A running OpenAI-compatible server that is measured with the same lengths and batches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=40)
+    url: str = Field(pattern=r"^https?://[^\s]+$", max_length=500)
+    model: str = Field(min_length=1, max_length=500)
+    """The name under which the server serves it."""
+    tokenizer: str | None = None
+    """A folder or hub name; None: that of `model`."""
+
+
+class BenchConfig(BaseModel):
+    """A measurement. Build it with `from_mapping`, which words its errors for users."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str = Field(min_length=1, max_length=1000)
+    """A named shape (random weights), a folder, or a name on the hub."""
+    layers: Positive | None = None
+    """Cut a named shape to so many layers."""
+    engines: list[str] = ["resident", "uva", "offloader", "eager", "segmented", "full"]
+    slots: list[int | str] = ["25%", "50%", "100%"]
+    """Experts of each layer on the device: numbers or shares."""
+    slots_of: dict[str, list[int | str]] = {}
+    """The same for single engines, by name, where they differ."""
+    batches: list[Positive] = [1, 2, 4, 8, 16, 32]
+    routing: str = "model"
+    """`model`, `calibrated`, `uniform`, or the path of a trace; the same for every engine."""
+    prompt_tokens: Positive = 256
+    prompt_file: str | None = None
+    """Text that prompts are cut from; None: made-up tokens."""
+    new_tokens: Positive = 64
+    """Decode steps that are timed, after `warm` steps that are not."""
+    warm: Annotated[int, Field(ge=0, le=10_000)] = 8
+    repeats: Positive = 2
+    seconds_per_batch: Seconds = 20.0
+    """After that, a batch's timed steps are cut short (never below eight)."""
+    limit_s: Seconds = 300.0
+    """Time limit of a case: one engine with one number of slots, loading included."""
+    limits_s: dict[str, Seconds] = {}
+    """The same by the name of an engine."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    compile: bool = True
+    """Whether engines with graphs are compiled by torch, too (never on a CPU)."""
+    max_num_batched_tokens: Positive = 2048
+    attention_backend: str | None = None
+    moe_backend: str | None = None
+    staging_slots: Annotated[int, Field(ge=2, le=1024)] = 16
+    prefetch_budget_mib: Annotated[float, Field(ge=0, le=MAX_BUDGET_MIB)] | Literal["auto"] = "auto"
+    seed: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    servers: list[Server] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> "BenchConfig":
+        if not self.engines and not self.servers:
+            raise ValueError("engines: name at least one engine, or a server under servers")
+        for name, values in (
+            ("engines", self.engines),
+            ("slots", self.slots),
+            ("batches", self.batches),
+        ):
+            if len(set(map(str, values))) != len(values):
+                raise ValueError(f"{name}: something is named twice in {values}")
+        if not self.batches:
+            raise ValueError("batches: name at least one batch size")
+        for batch in self.batches:
+            if batch > 1024:
+                raise ValueError(f"batches: {batch} is more than 1024 sequences")
+        names = [parse_engine(name).name for name in self.engines]
+        for name in self.limits_s:
+            if name not in names and name not in BASELINES and name not in MODES:
+                raise ValueError(
+                    f"limits_s: unknown engine {name!r}; {_suggest(name, (*BASELINES, *MODES))}"
+                )
+        for name in self.slots_of:
+            parse_engine(name)
+        for slots in (*self.slots, *(s for of in self.slots_of.values() for s in of)):
+            if not (isinstance(slots, int) and slots > 0) and not _share(slots):
+                raise ValueError(
+                    f"slots: {slots!r} is neither a number of experts nor a share such as '25%'"
+                )
+        servers = [server.name for server in self.servers]
+        if len(set(servers)) != len(servers):
+            raise ValueError("servers: two have the same name")
+        return self
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "BenchConfig":
+        """The settings in a mapping. Raises ConfigError with the key and what it may be."""
+        unknown = [key for key in values if key not in cls.model_fields]
+        if unknown:
+            known = tuple(cls.model_fields)
+            raise ConfigError(f"unknown setting {unknown[0]!r}; {_suggest(str(unknown[0]), known)}")
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            first: Any = error.errors()[0]
+            message = str(first["msg"]).removeprefix("Value error, ")
+            where = ".".join(map(str, first["loc"]))
+            shown = repr(first["input"])[:80]
+            text = f"{where}: {message}, got {shown}" if where else message
+            raise ConfigError(text) from None
+
+    def limit_of(self, engine: Engine) -> float:
+        """Time limit of the engine's cases, in seconds."""
+        return self.limits_s.get(engine.name, self.limits_s.get(engine.base, self.limit_s))
+
+
+def load_config_file(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, not yet checked.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than 1 MiB, or is no TOML.
+    """
+    try:
+        if not path.is_file():
+            raise ConfigError(f"there is no configuration file {str(path)!r}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: no configuration")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not valid TOML: {str(error)[:200]}") from None
+
+
+def _share(slots: int | str) -> float | None:
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,3})?)%", slots) if isinstance(slots, str) else None
+    share = float(match[1]) / 100 if match else 0.0
+    return share if 0 < share <= 1 else None
+
+
+def slot_counts(slots: list[int | str], *, num_experts: int, top_k: int) -> list[int]:
+    """Experts per layer for each of the settings, without repeats, in their order.
+
+    Raises:
+        ConfigError: more than the model has, or fewer than a token needs.
+    """
+    counts: list[int] = []
+    for asked in slots:
+        share = _share(asked)
+        count = asked if isinstance(asked, int) else round((share or 0) * num_experts)
+        if not top_k <= count <= num_experts:
+            raise ConfigError(
+                f"slots: {asked} are {count} of {num_experts} experts, but a token needs {top_k}; "
+                f"choose between {top_k} and {num_experts}"
+            )
+        if count not in counts:
+            counts.append(count)
+    return counts
+
+
+QUICK: Mapping[str, Any] = {
+    "model": "models/tiny-moe",
+    "engines": ["resident", "uva", "eager", "eager+next_gate", "segmented", "full"],
+    "slots": [8],
+    "batches": [1, 2],
+    "prompt_tokens": 16,
+    "new_tokens": 12,
+    "warm": 2,
+    "repeats": 1,
+    "limit_s": 90.0,
+}
+"""Does every part of the harness still run? Its numbers mean nothing."""

@@ -1,0 +1,836 @@
+"""The bench without engines: what is started, what is kept, what is said."""
+
+import copy
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefetch_runtime.bench import child, environment, plots, report, servers
+from prefetch_runtime.bench import session as sessions
+from prefetch_runtime.bench.cases import (
+    Case,
+    Layers,
+    cases_of,
+    divide_layers,
+    engine_spec,
+    refusal,
+)
+from prefetch_runtime.bench.child import Outcome, plain, run_process
+from prefetch_runtime.bench.config import (
+    QUICK,
+    BenchConfig,
+    load_config_file,
+    parse_engine,
+    slot_counts,
+)
+from prefetch_runtime.bench.results import (
+    RowStore,
+    break_even,
+    key_of,
+    measured_row,
+    metrics_ratios,
+    with_parts,
+)
+from prefetch_runtime.bench.routing import make_routing, rates_for, save_routing
+from prefetch_runtime.bench.session import Session
+from prefetch_runtime.config import ConfigError
+from prefetch_runtime.model_sizes import ModelSizes, model_sizes
+from prefetch_runtime.shapes import shape_config
+
+ROOT = Path(__file__).resolve().parent.parent
+H200: dict[str, Any] = {
+    "code": "abc",
+    "commit": None,
+    "command": ["prefetch-runtime", "bench", "x.toml"],
+    "machine": {
+        "driver": "580",
+        "versions": {"torch": "2.11", "vllm": "0.26.0"},
+        "gpu": {
+            "name": "NVIDIA H200",
+            "total_bytes": 141 << 30,
+            "free_bytes": 140 << 30,
+            "link_gbs": 50.0,
+            "memory_gbs": 4000.0,
+        },
+    },
+}
+CPU: dict[str, Any] = {"code": "abc", "command": [], "machine": {"gpu": None, "versions": {}}}
+
+
+def config_of(**changes: Any) -> BenchConfig:
+    base: dict[str, Any] = {"model": "qwen3-30b-a3b", "layers": 16, "batches": [1, 8]}
+    return BenchConfig.from_mapping({**base, **changes})
+
+
+@pytest.fixture
+def sizes() -> ModelSizes:
+    return model_sizes(shape_config("qwen3-30b-a3b", layers=16))
+
+
+class TestConfiguration:
+    def test_the_shipped_file_is_valid(self) -> None:
+        config = BenchConfig.from_mapping(
+            load_config_file(ROOT / "benchmarks" / "qwen3-30b-a3b.toml")
+        )
+        assert config.layers == 16
+        assert config.batches == [1, 2, 4, 8, 16, 32]
+        assert {"resident", "uva", "offloader", "full", "full+next_gate"} <= set(config.engines)
+
+    def test_quick_is_valid(self) -> None:
+        assert BenchConfig.from_mapping(QUICK).model == "models/tiny-moe"
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"batchs": [1]}, "unknown setting 'batchs'; did you mean 'batches'"),
+            ({"batches": []}, "batches: name at least one"),
+            ({"batches": [0]}, r"batches\.0: .*greater than or equal to 1"),
+            ({"batches": [2048]}, "2048 is more than 1024"),
+            ({"batches": [1, 1]}, "named twice"),
+            ({"batches": "1"}, "batches: .*list"),
+            ({"slots": ["25 percent"]}, "neither a number of experts nor a share"),
+            ({"slots": ["0%"]}, "neither a number"),
+            ({"slots": [-1]}, "neither a number"),
+            ({"engines": ["residnet"]}, "unknown engine 'residnet'; did you mean 'resident'"),
+            ({"engines": ["full+next_gat"]}, "did you mean 'next_gate'"),
+            ({"engines": ["uva+metrics"]}, "only eager, segmented, full take a 'metrics'"),
+            ({"engines": []}, "name at least one engine"),
+            ({"limits_s": {"uwa": 3}}, "did you mean 'uva'"),
+            ({"limit_s": float("nan")}, "limit_s"),
+            ({"limit_s": -1.0}, "limit_s"),
+            ({"slots_of": {"ful": [1]}}, "did you mean 'full'"),
+            ({"trust_remote_code": True}, "unknown setting 'trust_remote_code'"),
+            ({"servers": [{"name": "a", "url": "file:///etc/passwd", "model": "m"}]}, "url"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            config_of(**changes)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"model = ", "not valid TOML"),
+            (b"\xff\xfe", "not valid TOML"),
+            (b"a=" + b"[" * 100_000, "not valid TOML"),
+            (b"#" * ((1 << 20) + 1), "larger than 1 MiB"),
+        ],
+        ids=["cut", "no text", "deep", "huge"],
+    )
+    def test_a_broken_file_is_refused(self, content: bytes, message: str, tmp_path: Path) -> None:
+        path = tmp_path / "bench.toml"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            load_config_file(path)
+
+    def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="no configuration file"):
+            load_config_file(tmp_path / "none.toml")
+
+    def test_an_engine_is_a_mode_with_what_comes_on_top(self) -> None:
+        engine = parse_engine("full+lfru+next_gate+metrics")
+        assert (engine.base, engine.policy, engine.predictor, engine.metrics) == (
+            *("full", "lfru", "next_gate"),
+            True,
+        )
+        assert engine.has_graphs
+        assert not parse_engine("resident-eager").has_graphs
+
+    def test_shares_become_slots(self) -> None:
+        slots: list[int | str] = ["25%", "50%", 64, "100%"]
+        assert slot_counts(slots, num_experts=128, top_k=8) == [32, 64, 128]
+
+    @pytest.mark.parametrize("slots", [4, 129, "1%"])
+    def test_slots_that_the_model_cannot_have_are_refused(self, slots: int | str) -> None:
+        with pytest.raises(ConfigError, match="choose between 8 and 128"):
+            slot_counts([slots], num_experts=128, top_k=8)
+
+
+class TestCases:
+    def test_baselines_come_once_or_at_equal_memory(self, sizes: ModelSizes) -> None:
+        engines = ["resident", "uva", "full"]
+        names = [case.name for case in cases_of(config_of(engines=engines), sizes)]
+        assert names == ["resident", "uva:32", "uva:64", "full:32", "full:64", "full:128"]
+
+    def test_an_engine_may_have_slots_of_its_own(self, sizes: ModelSizes) -> None:
+        config = config_of(engines=["full", "eager"], slots_of={"eager": [16]})
+        assert [c.name for c in cases_of(config, sizes)][-1] == "eager:16"
+
+    @pytest.mark.parametrize("budget", [1, 2, 3, 4, 7.5, 8, 12, 15, 16])
+    @pytest.mark.parametrize("layers", [4, 16, 27, 48])
+    def test_the_offloader_stays_within_its_memory(self, layers: int, budget: float) -> None:
+        division = divide_layers(layers, budget)
+        assert division is not None
+        away = sum(i % division.group >= division.group - division.offloaded for i in range(layers))
+        assert layers - away + division.ahead <= budget
+        assert away % division.ahead == 0
+
+    def test_the_offloader_spreads_its_layers(self) -> None:
+        assert divide_layers(16, 8) == Layers(3, 2, 2)
+        assert divide_layers(16, 0.5) is None
+
+    def spec(self, name: str, slots: int | None, sizes: ModelSizes, **changes: Any) -> Any:
+        return engine_spec(
+            Case(parse_engine(name), slots),
+            config_of(**changes),
+            sizes,
+            model="m",
+            vocabulary=1000,
+            random_weights=True,
+            has_gpu=True,
+            routing=None,
+            batches=[1],
+        )
+
+    def test_uva_offloads_what_the_slots_leave_and_no_tensor_more(self, sizes: ModelSizes) -> None:
+        llm = self.spec("uva", 32, sizes)["llm"]
+        limit = int(llm["cpu_offload_gb"] * 1024**3)
+        absent = 16 * 96 * sizes.expert_bytes
+        taken = 0
+        # As vLLM does it: tensor by tensor until the limit is reached.
+        for tensor in [sizes.expert_bytes * 128 * 2 // 3, sizes.expert_bytes * 128 // 3] * 16:
+            if taken >= limit:
+                break
+            taken += tensor
+        assert taken == absent
+
+    def test_every_engine_with_graphs_has_the_same_ones(self, sizes: ModelSizes) -> None:
+        specs = [
+            self.spec(name, slots, sizes)["llm"]
+            for name, slots in (("resident", None), ("uva", 32), ("offloader", 32), ("full", 32))
+        ]
+        assert {json.dumps(spec["compilation_config"]) for spec in specs} == {
+            '{"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]}'
+        }
+        assert len({spec["kv_cache_memory_bytes"] for spec in specs}) == 1
+        eager = self.spec("eager", 32, sizes)["llm"]
+        assert eager["enforce_eager"]
+        assert "compilation_config" not in eager
+
+    def test_nothing_runs_code_of_a_model(self, sizes: ModelSizes) -> None:
+        assert self.spec("resident", None, sizes)["llm"]["trust_remote_code"] is False
+
+    def test_requests_outlast_the_timed_steps(self, sizes: ModelSizes) -> None:
+        spec = self.spec("full", 32, sizes, batches=[32], prompt_tokens=256)
+        assert spec["prompt_steps"] >= 32 * 256 / 2048
+        needed = 256 + spec["prompt_steps"] + spec["warm"] + spec["new_tokens"]
+        assert spec["llm"]["max_model_len"] >= needed + 2
+
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("uva", "needs a CUDA device"),
+            ("offloader", "needs a CUDA"),
+            ("full", "no CUDA device"),
+            ("segmented", "no CUDA device"),
+        ],
+    )
+    def test_what_needs_a_gpu_is_refused_without(
+        self, name: str, why: str, sizes: ModelSizes
+    ) -> None:
+        case = Case(parse_engine(name), 32)
+        assert why in str(refusal(case, has_gpu=False, sizes=sizes))
+        assert refusal(case, has_gpu=True, sizes=sizes) is None
+
+    def test_an_offloader_without_room_is_refused(self, sizes: ModelSizes) -> None:
+        case = Case(parse_engine("offloader"), 1)
+        assert "no room" in str(refusal(case, has_gpu=True, sizes=sizes))
+
+
+class TestChild:
+    def run(self, code: str, tmp_path: Path, limit_s: float = 20) -> tuple[int | None, float]:
+        started = time.monotonic()
+        status = run_process(
+            [sys.executable, "-c", code], limit_s=limit_s, log=tmp_path / "log", environment={}
+        )
+        return status, time.monotonic() - started
+
+    def test_a_hang_ends_at_its_limit(self, tmp_path: Path) -> None:
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+        status, seconds = self.run(code, tmp_path, limit_s=1)
+        assert status is None
+        assert seconds < 10
+
+    def test_what_a_child_started_goes_with_it(self, tmp_path: Path) -> None:
+        code = (
+            "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); "
+            "print(p.pid, flush=True)"
+        )
+        status, _ = self.run(code, tmp_path)
+        assert status == 0
+        pid = int((tmp_path / "log").read_text())
+        deadline = time.monotonic() + 5
+        while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return
+            time.sleep(0.05)
+        assert not Path(f"/proc/{pid}").exists()
+
+    def outcome(self, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+        path = tmp_path / "engine.py"
+        path.write_text(f"import sys, json, os\nevents = open(sys.argv[2], 'a')\n{script}")
+        monkeypatch.setattr(child, "SCRIPT", path)
+        return child.run_case({"metrics": False}, limit_s=2, log=tmp_path / "log")
+
+    STAGE = 'print(\'{"event": "stage", "name": "timing batch 4"}\', file=events, flush=True)\n'
+
+    def test_a_case_that_hangs_keeps_its_batches(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script = (
+            'print(\'{"event": "loaded"}\\n{"event": "batch", "batch": 1}\', file=events)\n'
+            + self.STAGE
+            + "import time; time.sleep(60)"
+        )
+        outcome = self.outcome(script, tmp_path, monkeypatch)
+        assert outcome.status == "timeout"
+        assert outcome.reason == "time limit of 2 s reached while timing batch 4"
+        assert [batch["batch"] for batch in outcome.batches] == [1]
+
+    def test_an_error_is_told_with_its_stage(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        event = {"event": "error", "message": "ValueError: no", "stage": "loading"}
+        script = f"events.write({json.dumps(event)!r})\nevents.close(); sys.exit(1)"
+        outcome = self.outcome(script, tmp_path, monkeypatch)
+        assert (outcome.status, outcome.reason) == ("failed", "while loading: ValueError: no")
+
+    def test_a_killed_engine_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        script = (
+            self.STAGE + 'events.write(\'{"event": "ba\')\nevents.flush()\nos.kill(os.getpid(), 9)'
+        )
+        outcome = self.outcome(script, tmp_path, monkeypatch)
+        assert outcome.status == "failed"
+        assert "while timing batch 4: " in str(outcome.reason)
+        assert "SIGKILL" in str(outcome.reason)
+
+    def test_a_model_that_does_not_fit_is_called_so(self) -> None:
+        error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB"
+        assert plain(error).startswith("does not fit: ")
+        assert plain("ValueError: a\n b") == "ValueError: a b"
+
+
+def measured(engine: str, slots: int | None, batch: int, step: float, **more: Any) -> Any:
+    return {
+        "engine": engine,
+        "slots": slots,
+        "batch": batch,
+        "key": f"{engine}{slots}{batch}",
+        "status": "ok",
+        "graphs": not engine.endswith("eager"),
+        "step_ms": step,
+        "ttft_ms": [10.0, 11.0, 12.0],
+        "tpot_ms": [step, step, step * 2],
+        "tokens_per_s": batch * 1e3 / step,
+        **more,
+    }
+
+
+ROWS = [
+    measured("resident", None, 1, 2.0),
+    measured("resident", None, 8, 3.0),
+    measured("uva", 32, 1, 20.0),
+    measured("uva", 32, 8, 50.0),
+    measured("full", 32, 1, 5.0, demand_bytes_per_step=100e6, hit_rate=0.8, stall_ms=1.5),
+    measured("full", 32, 8, 60.0, demand_bytes_per_step=2e9, hit_rate=0.5, stall_ms=58.0),
+    measured("full+metrics", 32, 1, 5.02),
+    {
+        "engine": "offloader",
+        "slots": 32,
+        "batch": 1,
+        "key": "x",
+        "status": "timeout",
+        "reason": "time limit of 150 s reached while loading",
+    },
+]
+
+
+class TestRows:
+    def test_a_step_is_cut_into_parts_that_add_up(self) -> None:
+        rows = with_parts(ROWS, 50.0)
+        full = rows[4]
+        assert full["compute_ms"] == 2.0
+        assert full["compute_ms"] + full["stall_ms"] + full["overhead_ms"] == 5.0
+        assert full["limit_ms"] == 2.0, "100 MB take as long as the resident step"
+        wide = rows[5]
+        assert wide["overhead_ms"] == 0.0
+        assert wide["limit_ms"] == 40.0
+        assert "compute_ms" not in rows[0]
+
+    def test_eager_steps_are_not_compared_with_graphs(self) -> None:
+        rows = with_parts([*ROWS, measured("eager", 32, 1, 30.0)], 50.0)
+        assert "compute_ms" not in rows[-1]
+
+    def test_break_even_is_marked(self) -> None:
+        lines = "\n".join(break_even(ROWS))
+        assert "full:32 than uva: faster at batch 1 (4.00x at batch 1, 0.83x at 8)" in lines
+        assert "than resident: at no batch faster (0.40x at batch 1" in lines
+
+    def test_metrics_on_is_compared_with_off(self) -> None:
+        (ratio,) = metrics_ratios(ROWS)
+        assert ratio == ("full+metrics", 32, 1, pytest.approx(1.004))
+
+    def test_events_become_a_row(self) -> None:
+        loaded = {
+            "load_s": 9.0,
+            "mode": "full",
+            "slot_bytes": 2**30,
+            "staging_bytes": 0,
+            "pinned_bytes": 2**31,
+            "host_bytes": 2**31,
+        }
+        batch = {
+            "batch": 1,
+            "repeats": 2,
+            "steps": 10,
+            "decode_s": 0.5,
+            "hits": 60,
+            "late": 10,
+            "misses": 30,
+            "bytes_copied": 10**9,
+            "bytes_prefetched": 10**9,
+            "waves": 0,
+            "stall_seconds": 0.2,
+            "bytes_useful": 1,
+            "bytes_wasted": 1,
+            "host_calls": 0,
+            "peak_bytes": 2**30,
+            "device_bytes": 2**31,
+            "ttft_ms": [1, 1, 1],
+            "tpot_ms": [1, 1, 1],
+            "step_ms": 50,
+            "step_mean_ms": 50,
+            "tokens_per_s": 20,
+        }
+        row = measured_row(loaded, batch, is_cache=True)
+        assert row["hit_rate"] == 0.6
+        assert row["link_gbs"] == 4.0
+        assert row["demand_bytes_per_step"] == 1e8
+        assert row["stall_ms"] == 20.0
+        assert (row["expert_gib"], row["pinned_gib"]) == (1.0, 2.0)
+
+    def test_a_key_names_the_work_and_not_its_place(self, sizes: ModelSizes) -> None:
+        case = TestCases()
+        spec = case.spec("full", 32, sizes)
+        digests = {"model": "m", "routing": "r"}
+        moved = copy.deepcopy(spec)
+        moved["llm"]["model"] = "/elsewhere"
+        moved["batches"] = [1, 2]
+        assert key_of(spec, 1, digests) == key_of(moved, 1, digests)
+        assert key_of(spec, 1, digests) != key_of(spec, 2, digests)
+        assert key_of(spec, 1, digests) != key_of(spec, 1, {**digests, "model": "n"})
+        assert key_of(spec, 1, digests) != key_of(case.spec("full", 64, sizes), 1, digests)
+
+
+class TestStore:
+    def test_rows_are_found_again(self, tmp_path: Path) -> None:
+        store = RowStore(tmp_path, {"gpu": "a"})
+        store.add({"key": "k", "status": "ok", "step_ms": 1.0})
+        store.add({"key": "f", "status": "timeout"})
+        store.close()
+        store = RowStore(tmp_path, {"gpu": "a"})
+        assert (store.find("k") or {})["step_ms"] == 1.0
+        assert store.find("f") is not None
+        assert store.find("f", retry=True) is None
+        store.close()
+
+    def test_rows_of_another_machine_are_left_alone(self, tmp_path: Path) -> None:
+        store = RowStore(tmp_path, {"gpu": "a"})
+        store.add({"key": "k", "status": "ok"})
+        store.close()
+        other = RowStore(tmp_path, {"gpu": "b"})
+        assert other.find("k") is None
+        assert other.ignored == 1
+        other.close()
+
+    def test_broken_lines_are_passed_over(self, tmp_path: Path) -> None:
+        lines = ["{", "[1]", '{"key": 3}', "[" * 100_000, '{"key": "k", "status": "ok", "ide']
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+        store = RowStore(tmp_path, {})
+        assert store.find("k") is None
+        store.close()
+
+    def test_two_benches_do_not_share_a_folder(self, tmp_path: Path) -> None:
+        store = RowStore(tmp_path, {})
+        with pytest.raises(ConfigError, match="another bench is writing"):
+            RowStore(tmp_path, {})
+        with pytest.raises(ConfigError, match="another bench is writing"):
+            RowStore(tmp_path, {}, fresh=True)
+        store.close()
+
+    def test_a_fresh_start_forgets_only_when_it_may(self, tmp_path: Path) -> None:
+        store = RowStore(tmp_path, {})
+        store.add({"key": "k", "status": "ok"})
+        with pytest.raises(ConfigError):
+            RowStore(tmp_path, {}, fresh=True)
+        store.close()
+        assert '"k"' in (tmp_path / "rows.jsonl").read_text()
+        store = RowStore(tmp_path, {}, fresh=True)
+        assert store.find("k") is None
+        store.close()
+
+    def test_a_folder_that_cannot_be_written_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="--out: cannot write"):
+            RowStore(tmp_path / "file", {})
+
+    def test_a_full_disk_loses_no_row(self, tmp_path: Path) -> None:
+        store = RowStore(tmp_path, {})
+        store._file.close()
+        store._file = open("/dev/full", "a")  # noqa: SIM115 (closed by the store)
+        store.add({"key": "k", "status": "ok"})
+        assert store.failure == "rows.jsonl could not be written: No space left on device"
+        assert store.find("k") is not None
+        store.close()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Engines that answer at once; the specs that they were given."""
+    given: list[dict[str, Any]] = []
+
+    def run_case(spec: dict[str, Any], **_: Any) -> Outcome:
+        given.append(spec)
+        if spec["llm"].get("offload_backend") == "uva":
+            return Outcome("failed", "while loading: RuntimeError: no uva")
+        loaded = {
+            "load_s": 1.0,
+            "streamed_bytes": 0,
+            "device_expert_bytes": 1,
+            "offloaded_bytes": 0,
+        }
+        loaded |= {"mode": "full", "slot_bytes": 1, "staging_bytes": 1, "pinned_bytes": 1}
+        loaded["host_bytes"] = 1
+        batches = [
+            {
+                "batch": batch,
+                "repeats": 1,
+                "steps": 10,
+                "decode_s": 0.1,
+                "hits": 8,
+                "late": 0,
+                "misses": 2,
+                "bytes_copied": 10**8,
+                "bytes_prefetched": 0,
+                "bytes_useful": 0,
+                "bytes_wasted": 0,
+                "host_calls": 0,
+                "waves": 0,
+                "stall_seconds": 0.2,
+                "peak_bytes": 1,
+                "device_bytes": 1,
+                "ttft_ms": [5.0, 6.0, 7.0],
+                "tpot_ms": [10.0, 11.0, 12.0],
+                "step_ms": 10.0,
+                "step_mean_ms": 10.0,
+                "tokens_per_s": 100.0,
+            }
+            for batch in spec["batches"]
+        ]
+        return Outcome("ok", None, loaded, batches, 2.0)
+
+    monkeypatch.setattr(sessions, "run_case", run_case)
+    return given
+
+
+class TestSession:
+    def go(self, tmp_path: Path, env: dict[str, Any] = H200, **options: Any) -> sessions.Report:
+        engines = {"engines": ["resident", "uva", "full", "offloader"]}
+        # Half a layer's experts on the device: no room for one of the offloader's buffers.
+        refused = {"layers": 8, "slots_of": {"offloader": [8]}}
+        given = options.pop("config", {**engines, **refused})
+        return Session(config_of(**given), env, tmp_path, **options).run()
+
+    def test_every_case_is_a_row(self, tmp_path: Path, fake: list[dict[str, Any]]) -> None:
+        done = self.go(tmp_path)
+        states = {(row["engine"], row["slots"], row["batch"]): row["status"] for row in done.rows}
+        assert states["resident", None, 1] == "ok"
+        assert states["uva", 32, 8] == "failed"
+        assert states["full", 128, 8] == "ok"
+        assert states["offloader", 8, 1] == "refused"
+        assert len(states) == 2 * (1 + 2 + 3 + 1)
+        assert len(fake) == 6
+
+    def test_what_was_measured_is_not_measured_again(
+        self, tmp_path: Path, fake: list[dict[str, Any]]
+    ) -> None:
+        first = self.go(tmp_path)
+        count = len(fake)
+        again = self.go(tmp_path)
+        assert len(fake) == count
+        assert [r["key"] for r in again.rows] == [r["key"] for r in first.rows]
+        self.go(tmp_path, retry=True)
+        assert len(fake) == count + 2, "the two sizes of uva"
+        self.go(tmp_path, fresh=True)
+        assert len(fake) == 2 * count + 2
+
+    def test_an_engine_more_measures_only_that(
+        self, tmp_path: Path, fake: list[dict[str, Any]]
+    ) -> None:
+        self.go(tmp_path, config={"engines": ["resident"]})
+        self.go(tmp_path, config={"engines": ["resident", "full"], "slots": [64]})
+        assert [spec["llm"].get("worker_cls") is not None for spec in fake] == [False, True]
+
+    def test_an_interrupt_keeps_what_there_is(
+        self, tmp_path: Path, fake: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answer: Callable[..., Outcome] = sessions.run_case
+
+        def interrupted(spec: dict[str, Any], **options: Any) -> Outcome:
+            if len(fake) == 2:
+                raise KeyboardInterrupt
+            return answer(spec, **options)
+
+        monkeypatch.setattr(sessions, "run_case", interrupted)
+        done = self.go(tmp_path)
+        assert done.interrupted
+        assert [row["status"] for row in done.rows[:4]] == ["ok", "ok", "failed", "failed"]
+        assert {row["status"] for row in done.rows[4:]} == {"not run"}
+        monkeypatch.setattr(sessions, "run_case", answer)
+        finished = self.go(tmp_path)
+        assert "not run" not in {row["status"] for row in finished.rows}
+        assert len(fake) == 6
+
+    def test_no_case_starts_without_time(self, tmp_path: Path, fake: list[dict[str, Any]]) -> None:
+        done = self.go(tmp_path, minutes=1e-4)
+        assert not fake
+        assert {row["status"] for row in done.rows} == {"not run", "refused"}
+
+    def test_a_case_cut_by_the_session_comes_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            sessions, "run_case", lambda *_, **__: Outcome("timeout", "time limit reached")
+        )
+        done = self.go(tmp_path, minutes=1.0, config={"engines": ["resident"]})
+        assert {row["status"] for row in done.rows} == {"not run"}
+        done = self.go(tmp_path, minutes=100.0, config={"engines": ["resident"]})
+        assert {row["status"] for row in done.rows} == {"timeout"}
+
+    def test_a_case_whose_log_cannot_be_written_is_a_row(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any, **__: Any) -> Outcome:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(sessions, "run_case", full)
+        done = self.go(tmp_path, config={"engines": ["resident"]})
+        assert "No space left" in done.rows[0]["reason"]
+
+    def test_plan_stands_beside_each_of_ours(
+        self, tmp_path: Path, fake: list[dict[str, Any]]
+    ) -> None:
+        assert fake == []
+        done = self.go(tmp_path, config={"engines": ["full", "uva"], "routing": "calibrated"})
+        by = {(row["engine"], row["slots"], row["batch"]): row for row in done.rows}
+        assert by["full", 32, 1]["plan_step_ms"] > by["full", 128, 1]["plan_step_ms"] > 0
+        assert 0.6 < by["full", 32, 1]["plan_hit_rate"] < 0.95
+        assert "plan_step_ms" not in by["uva", 32, 1]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"layers": 49}, "has 48 layers"),
+            ({"model": "models/tiny-moe"}, "only a named shape can be cut"),
+            ({"slots": [4]}, "choose between 8 and 128"),
+            ({"routing": "none.npz"}, "routing: "),
+        ],
+    )
+    def test_what_cannot_be_is_refused_before_anything_runs(
+        self, changes: dict[str, Any], message: str, tmp_path: Path, fake: list[dict[str, Any]]
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.go(tmp_path, config=changes)
+        assert not fake
+
+    def test_a_hostile_trace_is_refused(self, tmp_path: Path, fake: list[dict[str, Any]]) -> None:
+        path = tmp_path / "trace.npz"
+        np.savez(path, topk=np.array([object()], dtype=object), sequence=np.zeros(1))
+        with pytest.raises(ConfigError, match="routing: "):
+            self.go(tmp_path, config={"routing": str(path)})
+        assert not fake
+
+    def test_a_trace_of_another_model_is_refused(self, tmp_path: Path) -> None:
+        trace = str(ROOT / "models" / "tiny-moe-trace.npz")
+        with pytest.raises(ConfigError, match="another model"):
+            self.go(tmp_path, config={"routing": trace})
+
+    def test_a_gpu_in_use_is_said(self, tmp_path: Path, fake: list[dict[str, Any]]) -> None:
+        assert fake == []
+        env = copy.deepcopy(H200)
+        env["machine"]["gpu"]["free_bytes"] = 100 << 30
+        done = self.go(tmp_path, env, config={"engines": ["resident"]})
+        assert any("something else is running" in note for note in done.notes)
+
+
+class TestRouting:
+    def test_every_engine_gets_the_same_steps(self, sizes: ModelSizes, tmp_path: Path) -> None:
+        config = config_of(routing="calibrated", batches=[1, 4])
+        trace = make_routing(config, sizes)
+        assert trace is not None
+        save_routing(trace, 4, tmp_path / "routing.npz")
+        with np.load(tmp_path / "routing.npz") as arrays:
+            routing, guesses = arrays["routing"], arrays["guesses"]
+        assert routing.shape == (256, 16, 4, 8)
+        assert guesses.shape == (256, 15, 4, 16)
+        # Step 3, token 2 of the trace, in layer 5.
+        assert routing[3, 5, 2].tolist() == trace.topk[3 * 4 + 2, 5].tolist()
+
+    def test_plans_see_the_streams_that_run(self, sizes: ModelSizes) -> None:
+        config = config_of(routing="uniform", batches=[1, 4])
+        trace = make_routing(config, sizes)
+        rates = rates_for(trace, config, sizes, random_weights=True)
+        assert rates(1).demand(64).demanded == 8
+        assert rates(4).demand(64).demanded == pytest.approx(128 * (1 - (15 / 16) ** 4), rel=0.01)
+        assert rates(1).demand(64).hit_rate == pytest.approx(0.5, abs=0.05)
+
+    def test_the_model_routes_when_nothing_is_said(self, sizes: ModelSizes) -> None:
+        assert make_routing(config_of(), sizes) is None
+
+
+class TestServers:
+    def server(self, url: str = "http://127.0.0.1:9", model: str = "m") -> Any:
+        found = [{"name": "s", "url": url, "model": model}]
+        return config_of(engines=[], servers=found).servers[0]
+
+    def test_an_unreachable_server_is_a_row(self, tmp_path: Path) -> None:
+        config = {"engines": ["full"], "slots": [64]}
+        servers_ = [{"name": "other", "url": "http://127.0.0.1:9", "model": "m"}]
+        done = Session(config_of(**config, servers=servers_), CPU, tmp_path).run()
+        rows = [row for row in done.rows if row["engine"] == "other"]
+        assert [row["status"] for row in rows] == ["failed", "failed"]
+        assert "cannot be reached" in rows[0]["reason"]
+        assert len(done.rows) == 4, "the rest is there as well"
+
+    def test_the_command_is_vllms_own(self, tmp_path: Path) -> None:
+        command = servers.command_of(self.server(), config_of(repeats=3), 4, tmp_path)
+        text = " ".join(command)
+        assert "prefetch_runtime.vllm.serve bench serve" in text
+        assert "--num-prompts 12 --max-concurrency 4" in text
+        assert "--base-url http://127.0.0.1:9 " in text
+
+
+class TestReport:
+    def results(self) -> Any:
+        config = config_of(engines=["resident", "uva", "full", "offloader"], slots=[32])
+        model = {
+            "name": "qwen3-30b-a3b",
+            "layers": 16,
+            "of_layers": 48,
+            "num_experts": 128,
+            "top_k": 8,
+        }
+        return sessions.Report(config, H200, model, copy.deepcopy(ROWS), not_measured=["energy"])
+
+    def test_it_reads_well_on_80_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from rich.console import Console
+
+        done = self.results()
+        for row in done.rows:
+            if row["status"] == "ok":
+                row |= {"load_s": 130.2, "expert_gib": 18.02, "device_gib": 140.1}
+                row |= {"pinned_gib": 54.0, "plan_step_ms": 1234.5, "link_gbs": 53.2}
+                row |= {"ttft_ms": [12345.6, 1, 1], "tpot_ms": [1234.5, 2345.6, 3456.7]}
+                row["hit_rate"] = 1.0
+        report.print_report(done, Console(width=80, highlight=False))
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80
+        assert "\u2026" not in text
+        assert "16 of 48 layers" in text
+        assert "NVIDIA H200, driver 580, link 50.0 GB/s" in text
+        assert "offloader:32, batch 1: timeout: time limit of 150 s reached" in text
+        assert "1.004x the step without metrics" in text
+        assert "not measured" in text
+
+    def test_the_readme_table_marks_the_fastest(self) -> None:
+        table = report.markdown(report.as_json(self.results()))
+        assert "| full | 32 |  | **5.00** (80%) | 60.00 (50%) |" in table
+        assert "| uva | 32 |  | 20.00 | **50.00** |" in table
+        assert "| offloader | 32 |  | timeout |  |" in table
+
+    def test_json_is_read_back(self, tmp_path: Path) -> None:
+        assert report.save_json(self.results(), tmp_path) is None
+        found = report.load_json(tmp_path / report.RESULTS_FILE)
+        assert found["rows"][0]["engine"] == "resident"
+
+    @pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', "[" * 100_000])
+    def test_other_json_is_refused(self, content: str, tmp_path: Path) -> None:
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(ConfigError):
+            report.load_json(tmp_path / "results.json")
+
+    def test_a_full_disk_is_said(self, tmp_path: Path) -> None:
+        failure = report.save_json(self.results(), tmp_path / "none")
+        assert "could not be written" in str(failure)
+
+    def test_plots_are_drawn(self, tmp_path: Path) -> None:
+        drawn = plots.draw(report.as_json(self.results()), tmp_path)
+        assert [path.name for path in drawn] == ["steps.png", "parts.png"]
+        for path in drawn:
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_nothing_measured_draws_nothing(self, tmp_path: Path) -> None:
+        done = self.results()
+        done.rows = done.rows[-1:]
+        assert plots.draw(report.as_json(done), tmp_path) == []
+
+
+class TestEnvironment:
+    def test_the_code_has_a_name(self) -> None:
+        found = environment.source()
+        assert len(found["code"]) == 16
+
+    def test_a_doctor_that_fails_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def run(*_: Any, **__: Any) -> Any:
+            return subprocess.CompletedProcess([], 3, "", "Traceback\nBoom: no")
+
+        monkeypatch.setattr(environment.subprocess, "run", run)
+        monkeypatch.setattr(environment, "source", dict)
+        machine = environment.look_around()["machine"]
+        assert machine["failure"] == "doctor failed (3): Boom: no"
+        assert not environment.has_gpu({"machine": machine})
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    from tests.helpers import model_configs
+
+    for name, public in (
+        ("qwen3-30b-a3b", model_configs.QWEN3_30B),
+        ("mixtral-8x7b", model_configs.MIXTRAL),
+        ("olmoe-1b-7b", model_configs.OLMOE),
+        ("deepseek-v2-lite", model_configs.DEEPSEEK_V2_LITE),
+        ("gpt-oss-20b", model_configs.GPT_OSS_20B),
+    ):
+        config = shape_config(name)
+        differing = ("dtype", "torch_dtype", "max_position_embeddings")
+        for key, value in public.config.items():
+            if key not in differing:
+                assert config[key] == value, (name, key)
+
+
+def test_an_interrupt_ends_the_command_and_its_children(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from prefetch_runtime.bench.child import run_process\n"
+        "run_process([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)'],\n"
+        f"    limit_s=60, log=Path({str(tmp_path / 'log')!r}), environment={{}})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 20
+    while not ((tmp_path / "log").exists() and (tmp_path / "log").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert time.monotonic() - started < 15
+    assert b"KeyboardInterrupt" in error
