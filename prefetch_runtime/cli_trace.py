@@ -41,14 +41,21 @@ def trace(
     max_trace_tokens: Annotated[int, typer.Option(min=1, help="Record at most so many.")] = 65536,
     next_gate: Annotated[bool, typer.Option(help="Record the next routers' guesses too.")] = True,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence.")] = None,
+    mode: Annotated[
+        str, typer.Option("--prefetch-mode", help="eager, or full: inside CUDA graphs.")
+    ] = "eager",
     log: Annotated[Path, typer.Option(help="Where the engine's output goes.")] = Path(
         "prefetch-runtime-trace.log"
     ),
 ) -> None:
-    """Record which experts a model routes to, in mode `eager`."""
-    settings = {"slots_per_layer": slots, "mode": "eager"}
+    """Record which experts a model routes to."""
+    settings: dict[str, Any] = {"slots_per_layer": slots, "mode": mode}
+    if mode == "full":
+        settings["trace_tokens"] = max_trace_tokens
+    elif mode != "eager":
+        raise ConfigError(f"--prefetch-mode must be eager or full to record a trace, got {mode!r}")
     PrefetchConfig.from_mapping(settings)
-    options: dict[str, Any] = {"enforce_eager": True}
+    options: dict[str, Any] = {"enforce_eager": mode == "eager"}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
     if not output.resolve().parent.is_dir():

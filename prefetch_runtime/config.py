@@ -74,6 +74,8 @@ class PrefetchConfig(BaseModel):
     speculation does not pay."""
     staging_slots: int = Field(default=16, ge=2, le=1024)
     """Experts in the ring, shared by all layers, through which wide steps stream absent experts."""
+    trace_tokens: int = Field(default=0, ge=0, le=1 << 24)
+    """Mode "full": room on the device for a trace of so many tokens; the other modes need none."""
     metrics: bool = False
     """Publish the counters for Prometheus, on vLLM's own /metrics."""
 

@@ -7,6 +7,7 @@ Shapes: L = layers, E = experts of a layer, S = slots, T = tokens, K = top_k.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from graphs.layout import Clock
 from graphs.prefetch import MAX_FORECAST, UNLIMITED_BYTES
 from predictors import Predictor, RunsOn
 from prefetch_runtime.budget import BudgetController
+from prefetch_runtime.device_recorder import DeviceRecorder
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import (
     CONTROL_STEPS,
@@ -55,6 +57,8 @@ class DeviceScheduler(Scheduler):
     _seen_owner: IntArray | None = None
     _budgets: Sequence[int] = ()
     _control: "BudgetLoop | None" = None
+    device_recorder: DeviceRecorder | None = None
+    """Shown every choice, whether it records or not; None: there is no room for a trace."""
 
     def seal(self) -> None:
         """Build the device's tables over all layers; their addresses are fixed from here on.
@@ -141,7 +145,19 @@ class DeviceScheduler(Scheduler):
     @property
     def needs_guesses(self) -> bool:
         """Whether `fetch` wants the next router's guesses."""
-        return self._hook is not None
+        recorder = self.device_recorder
+        return self._hook is not None or (recorder is not None and recorder.num_guesses > 0)
+
+    def make_room_for_a_trace(self, *, top_k: int, num_guesses: int, max_tokens: int) -> None:
+        """Once, after `seal`, before anything is captured; see `DeviceRecorder`."""
+        self.device_recorder = DeviceRecorder(
+            num_layers=len(self.layers),
+            num_experts=self.table.num_experts,
+            top_k=top_k,
+            num_guesses=num_guesses,
+            max_tokens=max_tokens,
+            step=self.table.step,
+        )
 
     def _records_of(self, layer: LayerCache) -> LayerRecords:
         store = layer.store
@@ -172,9 +188,25 @@ class DeviceScheduler(Scheduler):
         if self._control is not None:
             self._control.step()
 
-    def _begin_layer(self, layer_idx: int) -> None:
+    def _begin_layer(
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        guesses: Guesses | None,
+        padding: torch.Tensor | None = None,
+    ) -> Guesses | None:
+        """Advance the clock, record the choice. Returns the guesses, made once if recorded."""
         if layer_idx == 0:
             self.table.advance()
+        recorder = self.device_recorder
+        if recorder is None:
+            return guesses
+        made: torch.Tensor | None = None
+        if guesses is not None and recorder.num_guesses:
+            made = guesses()
+            guesses = partial(_itself, made)
+        recorder.record(layer_idx, topk_ids, made, padding)
+        return guesses
 
     def fetch(
         self,
@@ -189,7 +221,7 @@ class DeviceScheduler(Scheduler):
         May be captured. The ids that it returns are the layer's own buffer: its next plan
         overwrites them. More experts than slots cannot be told here: `fits` answers first.
         """
-        self._begin_layer(layer_idx)
+        guesses = self._begin_layer(layer_idx, topk_ids, guesses, padding)
         hook, branch = self._hook, self._branch
         if hook is not None and branch is not None and branch.is_forked:
             # The fill that runs on the branch now copies only what is demanded, and ends.
@@ -217,10 +249,10 @@ class DeviceScheduler(Scheduler):
         self,
         layer_idx: int,
         topk_ids: torch.Tensor,
-        guesses: Guesses | None = None,  # noqa: ARG002 - wide steps are not predicted for
+        guesses: Guesses | None = None,
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """As in `Scheduler`; the host reads the ids to find the runs, the device plans each."""
-        self._begin_layer(layer_idx)
+        self._begin_layer(layer_idx, topk_ids, guesses)
         for run in cut_by_token(topk_ids.cpu().numpy(), self.table.num_slots):
             self._layers[layer_idx].waves += 1
             yield run, self._resolve(layer_idx, topk_ids[run])
@@ -239,13 +271,13 @@ class DeviceScheduler(Scheduler):
         self,
         layer: LayerCache,
         topk_ids: torch.Tensor,
-        guesses: Guesses | None,  # noqa: ARG002 - wide steps are not predicted for
+        guesses: Guesses | None,
     ) -> WidePlan:
         """As in `Scheduler`, but what is resident is read from the device, with the demand, in one
         transfer; and every change is made by a kernel that follows on the same stream."""
         table = self.table
         index, num_experts = layer.layer_idx, table.num_experts
-        self._begin_layer(index)
+        self._begin_layer(index, topk_ids, guesses)
         ids = topk_ids.reshape(-1).long()
         tokens_of = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
         # Ids of -1 are counted in a place of their own, which nobody reads.
@@ -385,6 +417,10 @@ class DeviceScheduler(Scheduler):
         if self._table is not None:
             self._table.close()
         super().close()
+
+
+def _itself(made: torch.Tensor) -> torch.Tensor:
+    return made
 
 
 class BudgetLoop:

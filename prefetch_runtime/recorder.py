@@ -4,6 +4,7 @@ Shapes: T = tokens of a step, L = MoE layers, K = top_k, G = guesses.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,23 @@ import numpy.typing as npt
 from prefetch_runtime.trace import Trace
 
 IntArray = npt.NDArray[np.int32]
+
+
+class Recorder(Protocol):
+    """What is asked of a recorder when steps have run, wherever it keeps what the routers chose."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens that came when there was no room left."""
+
+    def end_step(self, requests: Sequence[tuple[str, int]]) -> None:
+        """Which request each row of the last step belongs to: (id, number of rows), in order."""
+
+    def stop(self) -> None:
+        """Record nothing from the next step on."""
+
+    def trace(self) -> Trace:
+        """What has been recorded. Raises TraceError if nothing has."""
 
 
 class TraceRecorder:
@@ -51,6 +69,9 @@ class TraceRecorder:
             self._guesses.append(guesses.copy())
         if layer_idx + 1 == self._num_layers:
             self._keep()
+
+    def stop(self) -> None:
+        """Nothing: what is not shown is not recorded."""
 
     def end_step(self, requests: Sequence[tuple[str, int]]) -> None:
         """Which request each row of the last step belongs to: (id, number of rows), in order."""

@@ -19,7 +19,7 @@ from prefetch_runtime.demand_reader import DemandReader, Sent
 from prefetch_runtime.host_prefetch import UNLIMITED_BYTES, HostPrefetcher, fits_predictor
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.policies import create_policy
-from prefetch_runtime.recorder import TraceRecorder
+from prefetch_runtime.recorder import Recorder, TraceRecorder
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import SlotPlan, SlotTable
 from prefetch_runtime.staging import StagedWave, StagingRing
@@ -125,7 +125,7 @@ class Scheduler:
         self._stalls = StallClock(device)
         self._steps_with_misses = 0
         self.host_calls = 0
-        self.recorder: TraceRecorder | None = None
+        self.recorder: Recorder | None = None
         """Takes what the routers choose, while one is set."""
         self._prefetcher: HostPrefetcher | None = None
         self._controller: BudgetController | None = None
@@ -582,7 +582,7 @@ class Scheduler:
 
     def _receive(self, layer: LayerCache, sent: Sent) -> tuple[IntArray, IntArray | None]:
         ids, host_guesses = self._reader.receive(sent)
-        if self.recorder is not None:
+        if isinstance(self.recorder, TraceRecorder):
             self.recorder.record(layer.layer_idx, ids, host_guesses)
         return self._as_local(layer, ids), host_guesses
 

@@ -59,6 +59,9 @@ class SimulationSettings:
     """Bytes of speculation per layer and step; None: what the link carries in `compute_us`."""
     wide_steps: Literal["expert", "token"] = "expert"
     """How a step that needs more experts than slots is split: as on a GPU, or as on a CPU."""
+    wide_if_it_might: bool = False
+    """Whether a step is split as soon as its experts might not fit, as in mode `full`, which does
+    not look at them first."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "expert_bytes", "widen", "max_forecast", "lookahead"):
@@ -385,7 +388,9 @@ def _demand(
     """End the layer's prefetches and serve its demand. Returns whether the step is wide."""
     table, expert_bytes = layer.table, settings.expert_bytes
     # Few ids cannot need more experts than there are slots.
-    is_wide = topk_ids.size > table.num_slots and len(np.unique(topk_ids)) > table.num_slots
+    is_wide = min(topk_ids.size, table.num_experts) > table.num_slots and (
+        settings.wide_if_it_might or len(np.unique(topk_ids)) > table.num_slots
+    )
     copied = layer.incoming
     if copied:
         # What a wide step needs comes with its waves; it does not wait for single experts.

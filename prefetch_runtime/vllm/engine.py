@@ -102,6 +102,7 @@ class PrefetchEngine:
         """
         self.scheduler.seal()
         self._gates = gates_of(model)
+        self._make_room_for_a_trace()
         if self.captures is not None:
             keep_on_one_stream(model)
         config = self.config
@@ -136,6 +137,22 @@ class PrefetchEngine:
             )
         if self.scheduler.needs_guesses:
             self.check_gates()
+
+    def _make_room_for_a_trace(self) -> None:
+        """Captured graphs record what they were captured to record."""
+        tokens, scheduler = self.config.trace_tokens, self.scheduler
+        if self.mode != "full" or not tokens:
+            return
+        from prefetch_runtime.device_scheduler import DeviceScheduler  # imports triton
+
+        assert isinstance(scheduler, DeviceScheduler)
+        has_gates = bool(self._gates) and None not in self._gates
+        widest = min(
+            self.config.predictor_widen * self._top_k, self.host_store.layer(0).num_experts
+        )
+        scheduler.make_room_for_a_trace(
+            top_k=self._top_k, num_guesses=widest if has_gates else 0, max_tokens=tokens
+        )
 
     def warm_up(self) -> None:
         """Called once the model is loaded, before vLLM warms up and captures its graphs."""

@@ -132,16 +132,13 @@ class PrefetchWorker(BaseWorker):
         """Empty the cache, restart the counters, and record the routing from here on.
 
         Raises:
-            UnsupportedError: the cache is off, or the mode keeps routing on the device.
+            UnsupportedError: the cache is off, or mode `full` was started without room for so long
+                a trace, or without the guesses.
         """
         engine = self.prefetch_engine
         if engine is None:
             raise UnsupportedError(
                 f"recording a trace needs the expert cache; set {spelled('slots_per_layer')}"
-            )
-        if engine.mode == "full":
-            raise UnsupportedError(
-                f"recording a trace needs {spelled('mode')} 'eager' or 'segmented', not 'full'"
             )
         if next_gate:
             engine.check_gates()
@@ -150,9 +147,20 @@ class PrefetchWorker(BaseWorker):
                     "the captured graphs do not run the next layers' routers; to record their "
                     f"guesses set {spelled('predictor')} 'next_gate' or {spelled('mode')} 'eager'"
                 )
+        on_device = getattr(engine.scheduler, "device_recorder", None)
+        if engine.mode == "full" and (on_device is None or on_device.max_tokens < max_tokens):
+            raise UnsupportedError(
+                f"captured graphs record only what they have room for: to record {max_tokens} "
+                f"tokens start with {spelled('trace_tokens')} {max_tokens}, or with "
+                f"{spelled('mode')} 'eager'"
+            )
         engine.record_guesses = next_gate
         with self._metrics_go_on():
             engine.scheduler.reset()
+        if on_device is not None:
+            on_device.start(max_tokens)
+            engine.scheduler.recorder = on_device
+            return
         first = engine.host_store.layer(0)
         engine.scheduler.recorder = TraceRecorder(
             len(engine.host_store.layers), first.num_experts, max_tokens
@@ -165,6 +173,7 @@ class PrefetchWorker(BaseWorker):
         if engine is None or recorder is None:
             raise RuntimeError("no trace is being recorded; call prefetch_trace_start first")
         engine.scheduler.recorder = None
+        recorder.stop()
         trace = recorder.trace()
         save_trace(path, trace)
         return {
