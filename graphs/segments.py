@@ -160,7 +160,7 @@ def between_segments(action: Action) -> None:
     if graph is not None:
         graph.interrupt(action)
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the host must decide here, and this capture cannot be interrupted; capture with "
             "graphs.SegmentedGraph"

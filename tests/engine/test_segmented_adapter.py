@@ -1,0 +1,111 @@
+"""What mode `segmented` changes around vLLM: who captures, on which stream, what is recorded."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from graphs.segments import SegmentedCaptures, SegmentedGraph
+from tests.helpers.replayed_ops import ReplayedOps
+
+pytestmark = [pytest.mark.engine]
+
+
+class Runner:
+    """Captures as vLLM's runners do, and says with which class."""
+
+    def capture_model(self, *, profile_only: bool = False) -> Any:
+        return torch.cuda.CUDAGraph, profile_only
+
+    def profile_cudagraph_memory(self) -> Any:
+        return torch.cuda.CUDAGraph
+
+
+def runner_with(captures: Any) -> Any:
+    from prefetch_runtime.vllm.engine import PrefetchEngine
+    from prefetch_runtime.vllm.model_runner import runner_class
+
+    runner = runner_class(Runner)()
+    engine = SimpleNamespace(captures=captures)
+    runner.prefetch_engine = SimpleNamespace(
+        capturing=lambda: PrefetchEngine.capturing(cast(PrefetchEngine, engine))
+    )
+    return runner
+
+
+def test_what_vllm_captures_is_segmented_and_nothing_else_is() -> None:
+    torchs: Any = torch.cuda.CUDAGraph
+    runner = runner_with(SegmentedCaptures(ReplayedOps))
+    made, profile_only = runner.capture_model(profile_only=True)
+    assert issubclass(made, SegmentedGraph)
+    assert profile_only
+    assert issubclass(runner.profile_cudagraph_memory(), SegmentedGraph)
+    assert torch.cuda.CUDAGraph is torchs
+
+
+def test_in_other_modes_vllm_captures_what_it_always_does() -> None:
+    torchs: Any = torch.cuda.CUDAGraph
+    runner = runner_with(None)
+    assert runner.capture_model() == (torchs, False)
+    assert runner.profile_cudagraph_memory() is torchs
+
+
+def test_shared_experts_get_no_stream_of_their_own() -> None:
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
+
+    from prefetch_runtime.vllm.engine import keep_on_one_stream
+
+    shared: Any = SharedExperts.__new__(SharedExperts)
+    torch.nn.Module.__init__(shared)
+    shared._stream = "aux"
+    other: Any = torch.nn.Linear(1, 1)
+    other._stream = "aux"
+    keep_on_one_stream(torch.nn.ModuleList([torch.nn.Sequential(shared), other]))
+    assert shared._stream is None
+    assert other._stream == "aux"
+
+
+class TestTrace:
+    def start(self, mode: str, *, next_gate: bool, needs_guesses: bool = False) -> Any:
+        from prefetch_runtime.vllm.worker import PrefetchWorker
+
+        @contextmanager
+        def undisturbed() -> Any:
+            yield
+
+        scheduler = SimpleNamespace(needs_guesses=needs_guesses, reset=lambda: None, recorder=None)
+        store = SimpleNamespace(layer=lambda _: SimpleNamespace(num_experts=4), layers=[1, 2])
+        engine = SimpleNamespace(
+            mode=mode, check_gates=lambda: None, scheduler=scheduler, host_store=store
+        )
+        worker: Any = SimpleNamespace(prefetch_engine=engine, _metrics_go_on=undisturbed)
+        PrefetchWorker.prefetch_trace_start(worker, 10, next_gate)
+        return scheduler.recorder
+
+    @pytest.mark.parametrize(
+        ("mode", "next_gate", "needs_guesses"),
+        [
+            ("eager", True, False),
+            ("segmented", False, False),
+            ("segmented", True, True),
+        ],
+    )
+    def test_is_recorded_where_the_host_sees_it(
+        self, mode: str, next_gate: bool, needs_guesses: bool
+    ) -> None:
+        recorder = self.start(mode, next_gate=next_gate, needs_guesses=needs_guesses)
+        assert recorder is not None
+
+    def test_guesses_that_no_graph_computes_are_refused(self) -> None:
+        from prefetch_runtime.vllm.checks import UnsupportedError
+
+        with pytest.raises(UnsupportedError, match=r"do not run the next layers' routers.*'eager'"):
+            self.start("segmented", next_gate=True)
+
+    def test_in_full_mode_there_is_none(self) -> None:
+        from prefetch_runtime.vllm.checks import UnsupportedError
+
+        with pytest.raises(UnsupportedError, match=r"'eager' or 'segmented', not 'full'"):
+            self.start("full", next_gate=False)
