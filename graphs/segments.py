@@ -15,6 +15,8 @@ import torch
 
 Action = Callable[[], None]
 
+_CAN_CAPTURE: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+
 
 class Graph(Protocol):
     """What a segment needs of a graph; `torch.cuda.CUDAGraph` has it."""
@@ -160,7 +162,7 @@ def between_segments(action: Action) -> None:
     if graph is not None:
         graph.interrupt(action)
         return
-    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
+    if _CAN_CAPTURE and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the host must decide here, and this capture cannot be interrupted; capture with "
             "graphs.SegmentedGraph"
