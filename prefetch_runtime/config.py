@@ -23,9 +23,10 @@ CLI_SPELLING: Mapping[str, str] = {
     "predictor_widen": "--predictor-widen",
     "prefetch_budget_mib": "--prefetch-budget-mib",
     "staging_slots": "--staging-slots",
+    "trace_tokens": "--max-trace-tokens",
     "metrics": "--expert-cache-metrics",
 }
-"""The option of `prefetch-runtime serve` and `generate` that sets each key."""
+"""The option of `prefetch-runtime serve`, `generate` or `trace` that sets each key."""
 
 METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable naming the folder through which vLLM's processes share their metrics."""
