@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -274,6 +275,26 @@ class TestChild:
             time.sleep(0.05)
         assert not Path(f"/proc/{pid}").exists()
 
+    def test_the_wait_for_a_turn_is_not_of_the_limit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "turn").mkdir()
+        turn = child.Turn(tmp_path / "turn")
+        path = tmp_path / "engine.py"
+        path.write_text(
+            "import json, sys, time\nfrom pathlib import Path\n"
+            "turn = Path(json.loads(Path(sys.argv[1]).read_text())['turn'])\n"
+            "(turn / 'loaded').touch()\n"
+            "while not (turn / 'go').exists(): time.sleep(0.01)\n"
+            "open(sys.argv[2], 'a').write('{\"event\": \"end\"}\\n')\n"
+        )
+        monkeypatch.setattr(child, "SCRIPT", path)
+        timer = threading.Timer(4, turn.go)
+        timer.start()
+        outcome = child.run_case({"metrics": False}, limit_s=3, log=tmp_path / "log", turn=turn)
+        assert outcome.status == "ok"
+        assert outcome.seconds > 3
+
     def outcome(self, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
         path = tmp_path / "engine.py"
         path.write_text(f"import sys, json, os\nevents = open(sys.argv[2], 'a')\n{script}")
@@ -492,6 +513,10 @@ class TestStore:
         store.close()
 
 
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Engines that answer at once; the specs that they were given."""
@@ -598,6 +623,56 @@ class TestSession:
         finished = self.go(tmp_path)
         assert "not run" not in {row["status"] for row in finished.rows}
         assert len(fake) == 6
+
+    def test_cases_load_side_by_side_and_are_timed_one_at_a_time(
+        self, tmp_path: Path, fake: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answer: Callable[..., Outcome] = sessions.run_case
+        lock, loading, most_loading, timing = threading.Lock(), [0], [0], [0]
+
+        def slow(spec: dict[str, Any], *, turn: child.Turn, **options: Any) -> Outcome:
+            with lock:
+                loading[0] += 1
+                most_loading[0] = max(most_loading[0], loading[0])
+            time.sleep(0.2)
+            (turn.folder / "loaded").touch()
+            while turn.waits:
+                time.sleep(0.01)
+            with lock:
+                timing[0] += 1
+                assert timing[0] == 1, "two cases are timed at once"
+                assert loading[0] == most_loading[0], "one is timed while another loads"
+            time.sleep(0.1)
+            with lock:
+                timing[0] -= 1
+                return answer(spec, **options)
+
+        alone = self.go(tmp_path / "alone")
+        monkeypatch.setattr(sessions, "run_case", slow)
+        changes = {"layers": 8, "slots_of": {"offloader": [8]}, "side_by_side": 8}
+        config = {"engines": ["resident", "uva", "full", "offloader"], **changes}
+        done = self.go(tmp_path / "beside", config=config)
+        assert most_loading == [6]
+        assert len(fake) == 12
+        own = ("key", "case_s", "at")
+        assert [{k: v for k, v in row.items() if k not in own} for row in done.rows] == [
+            {k: v for k, v in row.items() if k not in own} for row in alone.rows
+        ]
+
+    def test_an_interrupt_ends_cases_that_wait_for_their_turn(
+        self, tmp_path: Path, fake: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert not fake
+
+        def waits(_: dict[str, Any], *, turn: child.Turn, **__: Any) -> Outcome:
+            turn.ended.wait(20)
+            return Outcome("timeout", "time limit reached")
+
+        monkeypatch.setattr(sessions, "run_case", waits)
+        monkeypatch.setattr(sessions, "wait", _interrupt)
+        done = self.go(tmp_path, config={"engines": ["resident", "full"], "side_by_side": 4})
+        assert done.interrupted
+        assert {row["status"] for row in done.rows} == {"not run"}
 
     def test_no_case_starts_without_time(self, tmp_path: Path, fake: list[dict[str, Any]]) -> None:
         done = self.go(tmp_path, minutes=1e-4)

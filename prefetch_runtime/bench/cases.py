@@ -134,6 +134,9 @@ def engine_spec(
         # Fixed, so that no engine trades KV cache for experts. Room for a quarter more.
         kv_bytes = widest * sizes.kv_bytes(longest) * 5 // 4 + (64 << 20)
         llm["kv_cache_memory_bytes"] = kv_bytes
+        if config.side_by_side > 1:
+            # vLLM insists that so much is free when it starts; it takes what it needs.
+            llm["gpu_memory_utilization"] = 0.05
         if case.engine.has_graphs:
             # What mode full allows, for every engine: prompts run without graphs.
             llm["compilation_config"] = {

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,30 @@ from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
 SCRIPT = Path(__file__).resolve().parent.parent / "vllm" / "bench_engine.py"
 _GRACE_S = 3.0
 """Between the polite signal and the one that cannot be ignored."""
+
+
+class Turn:
+    """Has a case that has loaded wait while others load or are timed; its time limit waits, too."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: an empty one of this case's own."""
+        self.folder = folder
+        self.ended = threading.Event()
+        """Set by who runs the case when it is over; or before, to end it."""
+
+    @property
+    def has_loaded(self) -> bool:
+        """The engine is ready to be timed."""
+        return Path(self.folder, "loaded").exists()
+
+    def go(self) -> None:
+        """Let it be timed."""
+        Path(self.folder, "go").touch()
+
+    @property
+    def waits(self) -> bool:
+        """It is ready, and has not been told to go on."""
+        return self.has_loaded and not Path(self.folder, "go").exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +65,12 @@ def run_case(
     limit_s: float,
     log: Path,
     environment: Mapping[str, str] | None = None,
+    turn: Turn | None = None,
 ) -> Outcome:
     """Time an engine as `vllm/bench_engine.py` does; its output goes to `log`."""
     started = time.monotonic()
+    if turn is not None:
+        spec = {**spec, "turn": str(turn.folder)}
     with tempfile.TemporaryDirectory(prefix="prefetch-runtime-bench-") as folder:
         spec_path, events_path = Path(folder, "spec.json"), Path(folder, "events.jsonl")
         metrics = {}
@@ -61,6 +89,7 @@ def run_case(
                 **metrics,
                 **(environment or {}),
             },
+            turn=turn,
         )
         events = _events(events_path)
     seconds = time.monotonic() - started
@@ -85,7 +114,12 @@ def run_case(
 
 
 def run_process(
-    command: Sequence[str], *, limit_s: float, log: Path, environment: Mapping[str, str]
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    log: Path,
+    environment: Mapping[str, str],
+    turn: Turn | None = None,
 ) -> int | None:
     """Run a command and end it, with all it started, when the time is up or we are interrupted.
 
@@ -102,11 +136,25 @@ def run_process(
             start_new_session=True,  # Ctrl-C comes to us, and we end the whole group
         )
     try:
-        return process.wait(timeout=limit_s)
+        if turn is None:
+            return process.wait(timeout=limit_s)
+        return _wait(process, turn, limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
         _end(process)
+
+
+def _wait(process: "subprocess.Popen[bytes]", turn: Turn, limit_s: float) -> int | None:
+    """As `Popen.wait`, but the time in which the case waits for its turn does not count."""
+    left, before = limit_s, time.monotonic()
+    while left > 0 and not turn.ended.is_set():
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=0.1)
+        now = time.monotonic()
+        left -= 0.0 if turn.waits else now - before
+        before = now
+    return None
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -125,6 +125,8 @@ class BenchConfig(BaseModel):
     """Time limit of a case: one engine with one number of slots, loading included."""
     limits_s: dict[str, Seconds] = {}
     """The same by the name of an engine."""
+    side_by_side: Annotated[int, Field(ge=1, le=32)] = 1
+    """So many cases load at once, all held in memory, and are then timed one at a time."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     compile: bool = True
     """Whether engines with graphs are compiled by torch, too (never on a CPU)."""

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from prefetch_runtime.bench import servers
 from prefetch_runtime.bench.cases import Case, cases_of, engine_spec, refusal
-from prefetch_runtime.bench.child import Outcome, run_case
+from prefetch_runtime.bench.child import Outcome, Turn, run_case
 from prefetch_runtime.bench.config import BenchConfig
 from prefetch_runtime.bench.environment import has_gpu, identity
 from prefetch_runtime.bench.results import (
@@ -96,6 +98,7 @@ class Session:
         self.config = config
         self.folder = folder
         self._retry = retry
+        self._one_at_a_time = threading.RLock()
         self._on_case, self._on_row = on_case, on_row
         self._deadline = None if minutes is None else time.monotonic() + minutes * 60
         self._gpu = has_gpu(environment)
@@ -115,11 +118,12 @@ class Session:
 
     def run(self) -> Report:
         """Measure what is not measured yet. Ctrl-C leaves a report of what there is."""
+        config = self.config
         with tempfile.TemporaryDirectory(prefix="prefetch-runtime-bench-") as scratch:
             try:
                 with self._model_and_routing(Path(scratch)) as (model, routing):
-                    for case in self.cases:
-                        self._run_case(case, model, routing)
+                    for some in batched(self.cases, config.side_by_side):
+                        self._run_cases(some, model, routing)
                 self._run_servers()
             except KeyboardInterrupt:
                 self.report.interrupted = True
@@ -133,15 +137,49 @@ class Session:
         self.store.close()
         return self.report
 
-    def _run_case(self, case: Case, model: str, routing: Path | None) -> None:
+    def _run_cases(self, cases: Sequence[Case], model: str, routing: Path | None) -> None:
+        """Cases that load side by side; each is timed alone."""
+        if self.config.side_by_side == 1:
+            self._run_case(cases[0], model, routing, None)
+            return
+        with tempfile.TemporaryDirectory(prefix="prefetch-runtime-turns-") as scratch:
+            turns = []
+            for index in range(len(cases)):
+                folder = Path(scratch, str(index))
+                folder.mkdir()
+                turns.append(Turn(folder))
+            with ThreadPoolExecutor(len(cases)) as pool:
+                running = [
+                    pool.submit(self._run_case, case, model, routing, turn)
+                    for case, turn in zip(cases, turns, strict=True)
+                ]
+                try:
+                    self._take_turns(turns, running)
+                finally:
+                    for turn in turns:
+                        turn.ended.set()
+
+    def _take_turns(self, turns: Sequence[Turn], running: "Sequence[Future[None]]") -> None:
+        def is_ready(index: int) -> bool:
+            return turns[index].has_loaded or running[index].done()
+
+        while not all(is_ready(index) for index in range(len(turns))):
+            wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            time.sleep(0.05)
+        for turn, case in zip(turns, running, strict=True):
+            turn.go()
+            case.result()
+
+    def _run_case(self, case: Case, model: str, routing: Path | None, turn: Turn | None) -> None:
         keys = {batch: self._key(case, batch) for batch in self.config.batches}
         missing = []
-        for batch, key in keys.items():
-            found = self.store.find(key, retry=self._retry)
-            if found is None:
-                missing.append(batch)
-            else:
-                self._take(found)
+        with self._one_at_a_time:
+            for batch, key in keys.items():
+                found = self.store.find(key, retry=self._retry)
+                if found is None:
+                    missing.append(batch)
+                else:
+                    self._take(found)
         if not missing:
             return
         why_not = refusal(case, has_gpu=self._gpu, sizes=self.sizes)
@@ -154,15 +192,23 @@ class Session:
             self._on_case(f"{case.name}, batch {', '.join(map(str, missing))}")
             spec = self._spec(case, model, routing, missing)
             log = self.folder / f"{case.name.replace(':', '-')}.log"
-            outcome = self._guarded(spec, limit_s, log, routing)
-            if outcome.status == "timeout" and limit_s < self.config.limit_of(case.engine):
+            outcome = self._guarded(spec, limit_s, log, routing, turn)
+            if outcome.status == "timeout" and turn is not None and turn.ended.is_set():
+                outcome = replace(outcome, status="not run", reason="interrupted")
+            elif outcome.status == "timeout" and limit_s < self.config.limit_of(case.engine):
                 # Not its own limit but the session's: the next run tries it again.
                 outcome = replace(outcome, status="not run", reason=f"cut short: {outcome.reason}")
-        for batch in missing:
-            self._finish(case, batch, keys[batch], outcome)
+        with self._one_at_a_time:
+            for batch in missing:
+                self._finish(case, batch, keys[batch], outcome)
 
     def _guarded(
-        self, spec: dict[str, Any], limit_s: float, log: Path, routing: Path | None
+        self,
+        spec: dict[str, Any],
+        limit_s: float,
+        log: Path,
+        routing: Path | None,
+        turn: Turn | None,
     ) -> Outcome:
         """A case whose files cannot be written is a row, too."""
         environment = {} if routing is None else {"PREFETCH_RUNTIME_ROUTING": str(routing)}
@@ -173,7 +219,7 @@ class Session:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         try:
             log.unlink(missing_ok=True)
-            return run_case(spec, limit_s=limit_s, log=log, environment=environment)
+            return run_case(spec, limit_s=limit_s, log=log, environment=environment, turn=turn)
         except OSError as error:
             return Outcome("failed", f"the case could not be started: {error.strerror or error}")
 
@@ -369,6 +415,12 @@ def _model_config(config: BenchConfig) -> dict[str, Any]:
             f"layers: only a named shape can be cut ({', '.join(SHAPES)}), not {config.model!r}"
         )
     return load_config(config.model)
+
+
+def batched(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
+    """The cases, so many at a time."""
+    for start in range(0, len(cases), size):
+        yield cases[start : start + size]
 
 
 def _vocabulary(declared: dict[str, Any]) -> int:
