@@ -103,9 +103,3 @@ class TestTrace:
 
         with pytest.raises(UnsupportedError, match=r"do not run the next layers' routers.*'eager'"):
             self.start("segmented", next_gate=True)
-
-    def test_in_full_mode_there_is_none(self) -> None:
-        from prefetch_runtime.vllm.checks import UnsupportedError
-
-        with pytest.raises(UnsupportedError, match=r"'eager' or 'segmented', not 'full'"):
-            self.start("full", next_gate=False)
