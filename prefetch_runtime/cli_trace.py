@@ -42,7 +42,7 @@ def trace(
     next_gate: Annotated[bool, typer.Option(help="Record the next routers' guesses too.")] = True,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence.")] = None,
     mode: Annotated[
-        str, typer.Option("--prefetch-mode", help="eager, or full: inside CUDA graphs.")
+        str, typer.Option("--prefetch-mode", help="eager, or inside CUDA graphs: full, segmented.")
     ] = "eager",
     log: Annotated[Path, typer.Option(help="Where the engine's output goes.")] = Path(
         "prefetch-runtime-trace.log"
@@ -50,10 +50,12 @@ def trace(
 ) -> None:
     """Record which experts a model routes to."""
     settings: dict[str, Any] = {"slots_per_layer": slots, "mode": mode}
-    if mode == "full":
+    if mode in ("full", "segmented"):
         settings["trace_tokens"] = max_trace_tokens
     elif mode != "eager":
-        raise ConfigError(f"--prefetch-mode must be eager or full to record a trace, got {mode!r}")
+        raise ConfigError(
+            f"--prefetch-mode must be eager, full or segmented to record a trace, got {mode!r}"
+        )
     PrefetchConfig.from_mapping(settings)
     options: dict[str, Any] = {"enforce_eager": mode == "eager"}
     if max_model_len is not None:

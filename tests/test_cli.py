@@ -513,8 +513,10 @@ def test_simulate_names_the_option_that_cannot_be(
     assert "Traceback" not in ran.err
 
 
-def test_a_trace_is_recorded_in_mode_eager_or_full(run: Callable[..., Ran], tmp_path: Path) -> None:
+def test_a_trace_is_recorded_in_a_mode_that_is_named(
+    run: Callable[..., Ran], tmp_path: Path
+) -> None:
     given = ("--moe-expert-cache-size", "8", "-p", "import", "--out", str(tmp_path / "t.npz"))
-    ran = run("trace", TINY, *given, "--prefetch-mode", "segmented")
+    ran = run("trace", TINY, *given, "--prefetch-mode", "auto")
     assert ran.status == 2
-    assert "--prefetch-mode must be eager or full to record a trace, got 'segmented'" in ran.err
+    assert "must be eager, full or segmented to record a trace, got 'auto'" in ran.err

@@ -154,6 +154,14 @@ class PrefetchEngine:
             top_k=self._top_k, num_guesses=widest if has_gates else 0, max_tokens=tokens
         )
 
+    @property
+    def graphs_guess(self) -> bool:
+        """Whether every step, captured ones included, runs the next layers' routers."""
+        if self.scheduler.needs_guesses:
+            return True
+        traces = self.mode == "segmented" and self.config.trace_tokens > 0
+        return traces and bool(self._gates) and None not in self._gates
+
     def warm_up(self) -> None:
         """Called once the model is loaded, before vLLM warms up and captures its graphs."""
         most = self._vllm_config.scheduler_config.max_num_batched_tokens
@@ -172,7 +180,7 @@ class PrefetchEngine:
         """What makes [T, widen * top_k] ids, best first, out of this layer's input [T, H] and the
         next MoE layer's router; None past the last layer or when nobody wants to know."""
         recorder = self.scheduler.recorder
-        wanted = self.scheduler.needs_guesses or (recorder is not None and self.record_guesses)
+        wanted = self.graphs_guess or (recorder is not None and self.record_guesses)
         if not wanted or layer_idx + 1 >= self._num_layers:
             return None
         gate = self._gates[layer_idx + 1]

@@ -142,10 +142,11 @@ class PrefetchWorker(BaseWorker):
             )
         if next_gate:
             engine.check_gates()
-            if engine.mode == "segmented" and not engine.scheduler.needs_guesses:
+            if engine.mode == "segmented" and not engine.graphs_guess:
                 raise UnsupportedError(
                     "the captured graphs do not run the next layers' routers; to record their "
-                    f"guesses set {spelled('predictor')} 'next_gate' or {spelled('mode')} 'eager'"
+                    f"guesses start with {spelled('trace_tokens')} {max_tokens}, or with "
+                    f"{spelled('mode')} 'eager'"
                 )
         on_device = getattr(engine.scheduler, "device_recorder", None)
         if engine.mode == "full" and (on_device is None or on_device.max_tokens < max_tokens):

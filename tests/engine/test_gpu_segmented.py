@@ -41,12 +41,13 @@ SIXTEEN = batch("sixteen", [5 + round(index * 395 / 15) for index in range(16)],
 RUNS = [ONE, SHORT_FOUR, SIXTEEN, MIXED]
 SHORT_RUNS = [ONE, MIXED]
 SLOTS = {"segmented-8": 8, "segmented-32": 32, "segmented-16": 16, "segmented-4": 4}
+BUDGET = {"prefetch_budget_mib": 16.0}
 MORE: dict[str, dict[str, Any]] = {
     "forecast-8": {"slots_per_layer": 8, "policy": "forecast"},
-    "next-gate-8": {"slots_per_layer": 8, "policy": "lfru", "predictor": "next_gate"},
-    "transition-16": {"slots_per_layer": 16, "predictor": "transition"},
-    "frequency-8": {"slots_per_layer": 8, "predictor": "frequency"},
-    "previous-token-16": {"slots_per_layer": 16, "predictor": "previous_token"},
+    "next-gate-8": {"slots_per_layer": 8, "policy": "lfru", "predictor": "next_gate", **BUDGET},
+    "transition-16": {"slots_per_layer": 16, "predictor": "transition", **BUDGET},
+    "frequency-8": {"slots_per_layer": 8, "predictor": "frequency", **BUDGET},
+    "previous-token-16": {"slots_per_layer": 16, "predictor": "previous_token", **BUDGET},
 }
 
 

@@ -68,24 +68,28 @@ def test_shared_experts_get_no_stream_of_their_own() -> None:
 
 
 class TestTrace:
-    def start(self, mode: str, *, next_gate: bool, needs_guesses: bool = False) -> Any:
+    def start(self, mode: str, *, next_gate: bool, graphs_guess: bool = False) -> Any:
         from prefetch_runtime.vllm.worker import PrefetchWorker
 
         @contextmanager
         def undisturbed() -> Any:
             yield
 
-        scheduler = SimpleNamespace(needs_guesses=needs_guesses, reset=lambda: None, recorder=None)
+        scheduler = SimpleNamespace(reset=lambda: None, recorder=None)
         store = SimpleNamespace(layer=lambda _: SimpleNamespace(num_experts=4), layers=[1, 2])
         engine = SimpleNamespace(
-            mode=mode, check_gates=lambda: None, scheduler=scheduler, host_store=store
+            mode=mode,
+            check_gates=lambda: None,
+            scheduler=scheduler,
+            host_store=store,
+            graphs_guess=graphs_guess,
         )
         worker: Any = SimpleNamespace(prefetch_engine=engine, _metrics_go_on=undisturbed)
         PrefetchWorker.prefetch_trace_start(worker, 10, next_gate)
         return scheduler.recorder
 
     @pytest.mark.parametrize(
-        ("mode", "next_gate", "needs_guesses"),
+        ("mode", "next_gate", "graphs_guess"),
         [
             ("eager", True, False),
             ("segmented", False, False),
@@ -93,9 +97,9 @@ class TestTrace:
         ],
     )
     def test_is_recorded_where_the_host_sees_it(
-        self, mode: str, next_gate: bool, needs_guesses: bool
+        self, mode: str, next_gate: bool, graphs_guess: bool
     ) -> None:
-        recorder = self.start(mode, next_gate=next_gate, needs_guesses=needs_guesses)
+        recorder = self.start(mode, next_gate=next_gate, graphs_guess=graphs_guess)
         assert recorder is not None
 
     def test_guesses_that_no_graph_computes_are_refused(self) -> None:

@@ -40,10 +40,16 @@ RUNS = [
         "requests": [[0, prompt(5, 1), 12], [4, prompt(40, 2), 6], [6, prompt(9, 3), 4]],
     },
 ]
+BUDGET = {"prefetch_budget_mib": 16.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "lru-8": {"slots_per_layer": 8},
-    "predicted-16": {"slots_per_layer": 16, "policy": "lfru", "predictor": "next_gate"},
-    "learned-16": {"slots_per_layer": 16, "policy": "forecast", "predictor": "transition"},
+    "predicted-16": {"slots_per_layer": 16, "policy": "lfru", "predictor": "next_gate", **BUDGET},
+    "learned-16": {
+        "slots_per_layer": 16,
+        "policy": "forecast",
+        "predictor": "transition",
+        **BUDGET,
+    },
 }
 
 
