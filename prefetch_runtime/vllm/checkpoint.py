@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _ALL = -1
+_WEIGHTS = ("weight", "qweight", "weight_packed")
 _NEVER_IN_A_CHECKPOINT = ("sort_indices",)
 _MAY_BE_ABSENT = ("g_idx", "weight_shape", "qzeros", "bias")
 """Tensors that a format may leave out for all experts together."""
@@ -39,14 +40,30 @@ class LoadedExperts:
         load: Callable[[], bool | None],
         loaded: torch.Tensor,
         *,
+        into: torch.dtype,
         part: str | None,
         expert_id: int | None,
+        numel: int | None = None,
     ) -> bool | None:
-        """Call `load`, which copies `loaded` into parameter `name`, and note it.
+        """Call `load`, which copies `loaded` into parameter `name` of dtype `into`, and note it.
+
+        `numel` is how many numbers are due. vLLM takes fewer, for the sake of layers that it pads.
 
         Raises:
-            CheckpointError: the tensor does not fit the model.
+            CheckpointError: the tensor does not fit the model, or is of another precision.
         """
+        if name.partition("_")[2] in _WEIGHTS and _kind(loaded.dtype) != _kind(into):
+            raise CheckpointError(
+                f"{self._layer_name}: {_which(name, part)} of {_whom(expert_id)} is "
+                f"{loaded.dtype} in the checkpoint, but the model's config.json asks for {into}; "
+                "copied over, its numbers would be others"
+            )
+        if numel is not None and loaded.numel() != numel:
+            raise CheckpointError(
+                f"{self._layer_name}: {_which(name, part)} of {_whom(expert_id)} in the "
+                f"checkpoint is {tuple(loaded.shape)} {loaded.dtype}, but the model's config.json "
+                f"makes it {numel} numbers"
+            )
         try:
             success = load()
         except (RuntimeError, IndexError, ValueError) as error:
@@ -96,6 +113,14 @@ class LoadedExperts:
                 f"{_whom(expert)}{more}; it is incomplete, or not of the model and the "
                 "quantisation that its config.json names"
             )
+
+
+def _kind(dtype: torch.dtype) -> str | int:
+    """Weights of one kind can be copied into each other: floating point of 16 bits and more, of 8
+    bits, or packed integers of one size."""
+    if dtype.is_floating_point:
+        return "wide" if dtype.itemsize > 1 else "fp8"
+    return dtype.itemsize
 
 
 def _which(name: str, part: str | None) -> str:

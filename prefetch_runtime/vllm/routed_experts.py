@@ -54,6 +54,7 @@ class PrefetchRoutedExperts(RoutedExperts):
         method = super()._get_quant_method(*args, **kwargs)
         check_method(self.layer_name, method)
         self._loaded = LoadedExperts(self.layer_name, self.local_num_experts)
+        self._sizes_asked = self._sizes  # the method may round them up
         create, process = method.create_weights, method.process_weights_after_loading
 
         def create_weights(layer: Any, **arguments: Any) -> None:
@@ -98,9 +99,28 @@ class PrefetchRoutedExperts(RoutedExperts):
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             ),
             loaded_weight,
+            into=param.dtype,
             part=shard_id,
             expert_id=expert_id,
+            numel=self._numel_due(param, loaded_weight, shard_id),
         )
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.hidden_size, self.moe_config.intermediate_size_per_partition
+
+    def _numel_due(
+        self, param: torch.nn.Parameter, loaded: torch.Tensor, part: str | None
+    ) -> int | None:
+        """How many numbers of a matrix come at once; None where that is not known."""
+        if param.dim() != 3 or loaded.dim() != 2 or self._sizes != self._sizes_asked:
+            return None
+        halves = {"w1": 2 if self._is_gated else 1, "w3": 2, "w2": 1}
+        return param[0].numel() // halves[part] if part in halves else None
+
+    @property
+    def _is_gated(self) -> bool:
+        return bool(getattr(self.moe_config, "is_act_and_mul", True))
 
     def _check_loaded(self) -> None:
         """Raise CheckpointError if the checkpoint lacks a tensor of an expert.
@@ -115,7 +135,7 @@ class PrefetchRoutedExperts(RoutedExperts):
         loaded.check(
             (field.name for field in self._cache_store.layout.fields),
             needed=needed_of(method),
-            is_gated=bool(getattr(self.moe_config, "is_act_and_mul", True)),
+            is_gated=self._is_gated,
         )
 
     def named_parameters(

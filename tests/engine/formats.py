@@ -132,7 +132,8 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
         more = {"widest": widest} if kind == "graphs" else {}
         engines.append(engine(f"{kind}/alone", RUNS, llm=kinds[kind], **more))
         again = {"widest": widest[-1:]} if kind == "graphs" else {}
-        engines.append(engine(f"{kind}/again", RUNS, llm=kinds[kind], **again))
+        if on_gpu:
+            engines.append(engine(f"{kind}/again", RUNS, llm=kinds[kind], **again))
     for mode in modes:
         engines.extend(
             engine(
@@ -159,7 +160,8 @@ def cells_of(
 
 def _outcome(case: Case, mode: str, which: str, records: Mapping[str, Any]) -> tuple[str, str, int]:
     kind = REFERENCE[mode]
-    alone, again = records[f"{kind}/alone"], records[f"{kind}/again"]
+    alone = records[f"{kind}/alone"]
+    again = records.get(f"{kind}/again", alone)
     ours = records[f"{mode}/{which}"]
     if "error" in alone:
         return "not run", f"vLLM alone: {_last_line(alone['error'])}", 0

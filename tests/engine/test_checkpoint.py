@@ -12,12 +12,13 @@ from prefetch_runtime.vllm.checkpoint import CheckpointError, LoadedExperts, nee
 pytestmark = pytest.mark.engine
 
 E = 3
+FLOAT = torch.float32
 NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_g_idx")
 PARTS = {"w13": ("w1", "w3"), "w2_": ("w2",)}
 
 
 def _load(loaded: LoadedExperts, name: str, part: str | None, expert: int | None) -> None:
-    loaded.load(name, lambda: None, torch.zeros(2, 2), part=part, expert_id=expert)
+    loaded.load(name, lambda: None, torch.zeros(2, 2), into=FLOAT, part=part, expert_id=expert)
 
 
 def _whole(*without: tuple[str, str, int]) -> LoadedExperts:
@@ -82,13 +83,22 @@ def test_experts_without_a_gate_have_one_part() -> None:
 def test_all_experts_may_come_at_once(part: str | None, expert: int | None) -> None:
     loaded = LoadedExperts("l", E)
     for name in (part, "w3" if part else None):
-        loaded.load("w13_weight", lambda: True, torch.zeros(E, 2, 2), part=name, expert_id=expert)
+        loaded.load(
+            "w13_weight",
+            lambda: True,
+            torch.zeros(E, 2, 2),
+            into=FLOAT,
+            part=name,
+            expert_id=expert,
+        )
     loaded.check(["w13_weight"], is_gated=True)
 
 
 def test_a_tensor_that_was_not_taken_is_not_counted() -> None:
     loaded = LoadedExperts("l", 1)
-    assert not loaded.load("w2_weight", lambda: False, torch.zeros(1), part="w2", expert_id=0)
+    assert not loaded.load(
+        "w2_weight", lambda: False, torch.zeros(1), into=FLOAT, part="w2", expert_id=0
+    )
     assert loaded.is_empty
 
 
@@ -100,7 +110,7 @@ def test_a_tensor_that_does_not_fit_says_which_and_why() -> None:
 
     message = r"layer 7: w2_weight \(down_proj, w2\) of expert 1 in the checkpoint is \(3, 2\) "
     with pytest.raises(CheckpointError, match=message + ".* does not fit the model: The size"):
-        loaded.load("w2_weight", fail, torch.zeros(3, 2), part="w2", expert_id=1)
+        loaded.load("w2_weight", fail, torch.zeros(3, 2), into=FLOAT, part="w2", expert_id=1)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +125,58 @@ def test_a_tensor_that_does_not_fit_says_which_and_why() -> None:
 )
 def test_what_a_method_needs(method: Any, needed: set[str]) -> None:
     assert needed_of(method) == needed
+
+
+@pytest.mark.parametrize(("numel", "fits"), [(4, True), (None, True), (8, False), (2, False)])
+def test_a_tensor_of_another_size_is_refused_even_if_vllm_takes_it(
+    numel: int | None, fits: bool
+) -> None:
+    loaded = LoadedExperts("l", E)
+
+    def load() -> None:
+        loaded.load(
+            "w2_weight", lambda: None, torch.zeros(2, 2),
+            into=FLOAT, part="w2", expert_id=0, numel=numel,
+        )  # fmt: skip
+
+    if fits:
+        load()
+    else:
+        with pytest.raises(CheckpointError, match=rf"is \(2, 2\) .* makes it {numel} numbers"):
+            load()
+
+
+FP8, BF16, INT32, UINT8 = torch.float8_e4m3fn, torch.bfloat16, torch.int32, torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "into", "fits"),
+    [
+        ("w13_weight", BF16, BF16, True),
+        ("w13_weight", torch.float16, BF16, True),
+        ("w2_weight", FLOAT, BF16, True),
+        ("w2_weight", FP8, BF16, False),
+        ("w2_weight", BF16, FP8, False),
+        ("w13_qweight", INT32, INT32, True),
+        ("w13_qweight", BF16, INT32, False),
+        ("w2_weight_packed", torch.int64, INT32, False),
+        ("w2_weight", UINT8, UINT8, True),
+        ("w2_weight", UINT8, BF16, False),
+        ("w13_qzeros", INT32, BF16, True),
+        ("w2_weight_scale", BF16, FLOAT, True),
+    ],
+)
+def test_weights_of_another_precision_are_refused(
+    name: str, of: torch.dtype, into: torch.dtype, fits: bool
+) -> None:
+    loaded = LoadedExperts("layer 7", E)
+
+    def load() -> None:
+        loaded.load(name, lambda: None, torch.zeros(2, 2).to(of), into=into, part="w1", expert_id=2)
+
+    if fits:
+        load()
+    else:
+        message = f"layer 7: {name} .* of expert 2 is {of} in the checkpoint, .* asks for {into};"
+        with pytest.raises(CheckpointError, match=message):
+            load()

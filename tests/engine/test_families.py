@@ -1,0 +1,135 @@
+"""Families on the CPU against vLLM alone, and checkpoints that are not whole, in one process."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefetch_runtime.stats import RuntimeStats
+from tests.engine.formats import Case, cells_of, checkpoints, plan_of
+from tests.engine.gpu_runs import Plan, engine, run_plan
+from tests.helpers.checkpoints import LAYERS, Tensors, write
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+FAMILIES = ("qwen2", "deepseek", "mixtral", "olmoe", "gpt-oss")
+CASES = {name: Case(name, "bf16") for name in FAMILIES}
+MOE = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
+
+
+def without(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: t for name, t in tensors.items() if name not in names}
+
+
+def with_one(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda tensors: {n: change(t) if n == name else t for n, t in tensors.items()}
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor is missing": (
+        {"change": without(MOE.format(2, 5, "w3"))},
+        "layers.2.block_sparse_moe.experts: the checkpoint has no w13_weight (up_proj, w3) of "
+        "expert 5; it is incomplete",
+    ),
+    "an expert is missing": (
+        {"change": without(*(MOE.format(1, 7, part) for part in ("w1", "w2", "w3")))},
+        "(gate_proj, w1) of expert 7 and 2 more tensors",
+    ),
+    "another precision": (
+        {"change": with_one(MOE.format(0, 3, "w2"), lambda t: t.to(torch.float8_e4m3fn))},
+        "w2_weight (down_proj, w2) of expert 3 is torch.float8_e4m3fn in the checkpoint, but the "
+        "model's config.json asks for torch.bfloat16",
+    ),
+    "another shape": (
+        {"change": with_one(MOE.format(0, 3, "w2"), lambda t: t[:, :100])},
+        "w2_weight (down_proj, w2) of expert 3 in the checkpoint is (256, 100) torch.bfloat16, "
+        "but the model's config.json makes it 32768 numbers",
+    ),
+    # vLLM's own errors
+    "another number of experts": ({"config": {"num_local_experts": 16}}, "AssertionError"),
+    "a truncated file": ({}, "SafetensorError"),
+}
+SETTINGS = {"slots_per_layer": 4, "mode": "eager"}
+
+
+def broken(folder: Path, name: str) -> dict[str, Any]:
+    """An engine on a spoilt Mixtral."""
+    model = write(folder / name, "mixtral", **BROKEN[name][0])
+    if name == "a truncated file":
+        file = model / f"model-{LAYERS:05}-of-{LAYERS + 1:05}.safetensors"
+        file.write_bytes(file.read_bytes()[:-4096])
+    llm = {
+        "model": str(model),
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    return engine(name, [], SETTINGS, llm=llm)
+
+
+@pytest.fixture(scope="session")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every engine's record; vLLM alone first, before any of our code is loaded."""
+    folder = tmp_path_factory.mktemp("families")
+    alone, ours = [], []
+    steps = 0
+    for case in CASES.values():
+        model = write(checkpoints(), case.family, case.format)
+        plan = plan_of(case, ["eager"], ["half"], model)
+        steps = plan.steps
+        for one in plan.engines:
+            group = alone if "worker_cls" not in one["llm"] else ours
+            group.append({**one, "name": f"{case.name}/{one['name']}"})
+    ours += [broken(folder, name) for name in BROKEN]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    plan = Plan("families", [*alone, *ours], steps=steps, environment=environment)
+    return run_plan(plan, folder / "run", time.monotonic() + 600)
+
+
+def _of(case: Case, records: dict[str, Any]) -> dict[str, Any]:
+    start = f"{case.name}/"
+    return {k.removeprefix(start): r for k, r in records.items() if k.startswith(start)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_layer_outputs_are_those_of_resident_experts(
+    family: str, records: dict[str, Any]
+) -> None:
+    case = CASES[family]
+    (cell,) = cells_of(case, ["eager"], ["half"], _of(case, records))
+    assert (cell.outcome, cell.detail.split()[1]) == ("equal", "outputs"), cell.detail
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_without_experts_have_no_slots(family: str, records: dict[str, Any]) -> None:
+    case = CASES[family]
+    ours = _of(case, records)["eager/half"]
+    stats = RuntimeStats.from_dict(ours["runs"]["four"]["stats"])
+    assert len(stats.layers) == case.of.moe_layers == LAYERS - (family == "deepseek")
+    assert {layer.num_slots for layer in stats.layers} == {case.of.num_experts // 2}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_that_is_not_whole_is_an_error_at_load(
+    name: str, records: dict[str, Any]
+) -> None:
+    assert BROKEN[name][1] in records[name].get("error", "it was served")
+
+
+def test_cells_say_what_differs(records: dict[str, Any]) -> None:
+    case = CASES["mixtral"]
+    found = _of(case, records)
+    ours = found["eager/half"]
+    runs = {
+        name: {**run, "tokens": [[0]] * len(run["tokens"])} for name, run in ours["runs"].items()
+    }
+    (cell,) = cells_of(case, ["eager"], ["half"], {**found, "eager/half": {**ours, "runs": runs}})
+    assert cell.outcome == "differs"
+    assert "tokens differ from 0 on" in cell.detail
