@@ -70,6 +70,9 @@ def bench(
     retry: Annotated[
         bool, typer.Option("--retry", help="Try again what failed, keep what was measured.")
     ] = False,
+    any_code: Annotated[
+        bool, typer.Option("--any-code", help="Keep rows that other code of ours measured, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Time engines at equal expert memory: this cache, vLLM resident, its offloaders.
@@ -98,7 +101,15 @@ def bench(
     if minutes is not None and not 0 < minutes < 1e5:
         raise ConfigError(f"--minutes must be positive, got {minutes:g}")
     checked = BenchConfig.from_mapping(settings)
-    _run(checked, folder, minutes=minutes, fresh=fresh, retry=retry, as_json=as_json)
+    _run(
+        checked,
+        folder,
+        as_json=as_json,
+        minutes=minutes,
+        fresh=fresh,
+        retry=retry,
+        any_code=any_code,
+    )
 
 
 def _with_server(settings: dict[str, Any], url: str, served: str | None) -> dict[str, Any]:
@@ -124,10 +135,8 @@ def _run(
     config: BenchConfig,
     folder: Path,
     *,
-    minutes: float | None,
-    fresh: bool,
-    retry: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     # numpy and the report are not needed to say that an option is wrong.
     from prefetch_runtime.bench import environment, plots, report
@@ -148,9 +157,7 @@ def _run(
         config,
         found,
         folder,
-        fresh=fresh,
-        retry=retry,
-        minutes=minutes,
+        **options,
         on_case=on_case,
         on_row=on_row,
     )

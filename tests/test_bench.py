@@ -1,6 +1,7 @@
 """The bench without engines: what is started, what is kept, what is said."""
 
 import copy
+import http.server
 import json
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +318,19 @@ class TestChild:
         assert outcome.reason == "time limit of 2 s reached while timing batch 4"
         assert [batch["batch"] for batch in outcome.batches] == [1]
 
+    def test_an_interrupt_keeps_the_batches_of_its_case(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(command: list[str], **_: Any) -> int:
+            Path(command[-1]).write_text('{"event": "loaded"}\n{"event": "batch", "batch": 1}\n')
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(child, "run_process", interrupted)
+        with pytest.raises(child.Interrupted) as caught:
+            child.run_case({"metrics": False}, limit_s=2, log=tmp_path / "log")
+        assert caught.value.outcome.status == "not run"
+        assert [batch["batch"] for batch in caught.value.outcome.batches] == [1]
+
     def test_an_error_is_told_with_its_stage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -472,6 +487,19 @@ class TestStore:
         assert other.ignored == 1
         other.close()
 
+    def test_rows_of_other_code_count_only_when_asked(self, tmp_path: Path) -> None:
+        store = RowStore(tmp_path, {"gpu": "a", "code": "1"})
+        store.add({"key": "k", "status": "ok"})
+        store.close()
+        for code, gpu, any_code, found in (
+            ("2", "a", False, False),
+            ("2", "a", True, True),
+            ("2", "b", True, False),
+        ):
+            store = RowStore(tmp_path, {"gpu": gpu, "code": code}, any_code=any_code)
+            assert (store.find("k") is not None) == found
+            store.close()
+
     def test_broken_lines_are_passed_over(self, tmp_path: Path) -> None:
         lines = ["{", "[1]", '{"key": 3}', "[" * 100_000, '{"key": "k", "status": "ok", "ide']
         (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -597,6 +625,18 @@ class TestSession:
         self.go(tmp_path, fresh=True)
         assert len(fake) == 2 * count + 2
 
+    def test_rows_of_other_code_are_told_apart(
+        self, tmp_path: Path, fake: list[dict[str, Any]]
+    ) -> None:
+        config = {"engines": ["resident"]}
+        self.go(tmp_path, config=config)
+        done = self.go(tmp_path, {**H200, "code": "new"}, config=config, any_code=True)
+        assert len(fake) == 1
+        assert done.notes == []
+        wider = {"engines": ["resident", "full"], "slots": [64]}
+        done = self.go(tmp_path, {**H200, "code": "new"}, config=wider, any_code=True)
+        assert "rows of different code stand together: abc, new" in done.notes
+
     def test_an_engine_more_measures_only_that(
         self, tmp_path: Path, fake: list[dict[str, Any]]
     ) -> None:
@@ -610,19 +650,23 @@ class TestSession:
         answer: Callable[..., Outcome] = sessions.run_case
 
         def interrupted(spec: dict[str, Any], **options: Any) -> Outcome:
-            if len(fake) == 2:
-                raise KeyboardInterrupt
+            if len(fake) == 3:
+                whole = answer(spec, **options)
+                raise child.Interrupted(
+                    replace(whole, status="not run", reason="x", batches=whole.batches[:1])
+                )
             return answer(spec, **options)
 
         monkeypatch.setattr(sessions, "run_case", interrupted)
         done = self.go(tmp_path)
         assert done.interrupted
-        assert [row["status"] for row in done.rows[:4]] == ["ok", "ok", "failed", "failed"]
-        assert {row["status"] for row in done.rows[4:]} == {"not run"}
+        states = [row["status"] for row in done.rows]
+        assert states[:8] == ["ok", "ok", *["failed"] * 4, "ok", "not run"]
+        assert set(states[8:]) == {"not run"}
         monkeypatch.setattr(sessions, "run_case", answer)
         finished = self.go(tmp_path)
         assert "not run" not in {row["status"] for row in finished.rows}
-        assert len(fake) == 6
+        assert [spec["batches"] for spec in fake] == [[1, 8]] * 4 + [[8], [1, 8], [1, 8]]
 
     def test_cases_load_side_by_side_and_are_timed_one_at_a_time(
         self, tmp_path: Path, fake: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -785,6 +829,65 @@ class TestServers:
         assert "cannot be reached" in rows[0]["reason"]
         assert len(done.rows) == 4, "the rest is there as well"
 
+    @pytest.mark.parametrize(
+        ("status", "body", "why"),
+        [
+            (404, b"", "is no OpenAI-compatible server"),
+            (200, b"<html>", "is no OpenAI-compatible server"),
+            (200, b'{"data": 3}', "is no OpenAI-compatible server"),
+            (200, b'{"data": [{"id": "other"}]}', "serves other, not m"),
+            (200, b'{"data": [{"id": "m"}]}', None),
+        ],
+    )
+    def test_a_port_that_something_else_holds_is_said(
+        self, status: int, body: bytes, why: str | None
+    ) -> None:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                """Keep quiet."""
+
+        with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
+            thread = threading.Thread(target=listening.handle_request)
+            thread.start()
+            found = servers.reach(self.server(f"http://127.0.0.1:{listening.server_port}"))
+            thread.join()
+        assert (found is None) if why is None else (why in str(found))
+
+    def measured(
+        self, result: str | None, status: int | None, tmp_path: Path, monkeypatch: Any
+    ) -> dict[str, Any]:
+        def run(command: list[str], **_: Any) -> int | None:
+            if result is not None:
+                folder = command[command.index("--result-dir") + 1]
+                Path(folder, "result.json").write_text(result)
+            return status
+
+        monkeypatch.setattr(servers, "run_process", run)
+        log = tmp_path / "log"
+        log.write_text("first\nlast words")
+        return servers.measure(self.server(), config_of(repeats=2), 4, limit_s=9, log=log)
+
+    def test_what_vllm_measured_is_the_row(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        result = {f"p{p}_{what}_ms": 1.0 for p in (50, 90, 99) for what in ("ttft", "itl")}
+        result |= {"completed": 8, "output_throughput": 9.0, "median_itl_ms": 1.0}
+        row = self.measured(json.dumps(result), 0, tmp_path, monkeypatch)
+        assert (row["status"], row["tokens_per_s"]) == ("ok", 9.0)
+        row = self.measured(json.dumps({**result, "completed": 7}), 0, tmp_path, monkeypatch)
+        assert row == {"status": "failed", "reason": "7 of 8 requests were answered"}
+
+    def test_a_failed_measurement_says_why(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert "last words" in self.measured(None, 1, tmp_path, monkeypatch)["reason"]
+        assert self.measured(None, None, tmp_path, monkeypatch)["status"] == "timeout"
+
     def test_the_command_is_vllms_own(self, tmp_path: Path) -> None:
         command = servers.command_of(self.server(), config_of(repeats=3), 4, tmp_path)
         text = " ".join(command)
@@ -851,6 +954,12 @@ class TestReport:
         assert [path.name for path in drawn] == ["steps.png", "parts.png"]
         for path in drawn:
             assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_servers_alone_are_drawn_and_have_no_slots(self, tmp_path: Path) -> None:
+        done = self.results()
+        done.rows = [measured("other", None, 1, 4.0)]
+        assert len(plots.draw(report.as_json(done), tmp_path)) == 1
+        assert "| other |  |  | 4.00 |  |" in report.markdown(report.as_json(done))
 
     def test_nothing_measured_draws_nothing(self, tmp_path: Path) -> None:
         done = self.results()

@@ -1,6 +1,7 @@
 """One case in a process of its own, with a time limit; nothing of it outlives the call."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -25,9 +26,11 @@ _GRACE_S = 3.0
 class Turn:
     """Has a case that has loaded wait while others load or are timed; its time limit waits, too."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder`: an empty one of this case's own."""
+    def __init__(self, folder: Path, deadline: float | None = None) -> None:
+        """`folder`: an empty one of this case's own; `deadline`, by the monotonic clock, ends the
+        case even while it waits."""
         self.folder = folder
+        self.deadline = math.inf if deadline is None else deadline
         self.ended = threading.Event()
         """Set by who runs the case when it is over; or before, to end it."""
 
@@ -51,12 +54,20 @@ class Outcome:
     """What a child left."""
 
     status: str
-    """"ok", "failed" or "timeout"."""
+    """"ok", "failed", "timeout", "refused" or "not run"."""
     reason: str | None = None
     """Why it is not "ok"."""
     loaded: Mapping[str, Any] | None = None
     batches: Sequence[Mapping[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a case ran; `outcome` is what it had measured."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
 
 
 def run_case(
@@ -67,7 +78,11 @@ def run_case(
     environment: Mapping[str, str] | None = None,
     turn: Turn | None = None,
 ) -> Outcome:
-    """Time an engine as `vllm/bench_engine.py` does; its output goes to `log`."""
+    """Time an engine as `vllm/bench_engine.py` does; its output goes to `log`.
+
+    Raises:
+        Interrupted: on Ctrl-C, once the engine is gone.
+    """
     started = time.monotonic()
     if turn is not None:
         spec = {**spec, "turn": str(turn.folder)}
@@ -78,19 +93,24 @@ def run_case(
             Path(folder, "metrics").mkdir()
             metrics[METRICS_FOLDER_VARIABLE] = str(Path(folder, "metrics"))
         spec_path.write_text(json.dumps(spec))
-        status = run_process(
-            [sys.executable, "-P", str(SCRIPT), str(spec_path), str(events_path)],
-            limit_s=limit_s,
-            log=log,
-            environment={
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                **os.environ,
-                **metrics,
-                **(environment or {}),
-            },
-            turn=turn,
-        )
+        interrupted = False
+        status = None
+        try:
+            status = run_process(
+                [sys.executable, "-P", str(SCRIPT), str(spec_path), str(events_path)],
+                limit_s=limit_s,
+                log=log,
+                environment={
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    **os.environ,
+                    **metrics,
+                    **(environment or {}),
+                },
+                turn=turn,
+            )
+        except KeyboardInterrupt:
+            interrupted = True
         events = _events(events_path)
     seconds = time.monotonic() - started
     stage = next((e["name"] for e in reversed(events) if e["event"] == "stage"), "starting")
@@ -104,13 +124,18 @@ def run_case(
         verdict, reason = "failed", f"while {stage}: {_death(status, log)}"
     else:
         verdict, reason = "ok", None
-    return Outcome(
+    if interrupted:
+        verdict, reason = "not run", f"interrupted while {stage}"
+    outcome = Outcome(
         verdict,
         reason,
         next((e for e in events if e["event"] == "loaded"), None),
         [e for e in events if e["event"] == "batch"],
         seconds,
     )
+    if interrupted:
+        raise Interrupted(outcome)
+    return outcome
 
 
 def run_process(
@@ -148,7 +173,7 @@ def run_process(
 def _wait(process: "subprocess.Popen[bytes]", turn: Turn, limit_s: float) -> int | None:
     """As `Popen.wait`, but the time in which the case waits for its turn does not count."""
     left, before = limit_s, time.monotonic()
-    while left > 0 and not turn.ended.is_set():
+    while left > 0 and before < turn.deadline and not turn.ended.is_set():
         with suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=0.1)
         now = time.monotonic()

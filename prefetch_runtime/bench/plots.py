@@ -84,7 +84,8 @@ def _draw_steps(rows: Sequence[Row], results: Mapping[str, Any], path: Path) -> 
                 )
         axis.set(xlabel="slots / experts", title=f"batch {batch}", xlim=(0, 1.03), yscale="log")
         axis.grid(visible=True, which="both", alpha=0.2)
-        axis.legend(fontsize=6)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=6)
     axes[0].set_ylabel("ms per decode step (median)")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -126,7 +126,7 @@ def _steps_table(rows: Sequence[Row], num_experts: int) -> Table:
             hit, stall = row.get("hit_rate"), row.get("stall_ms")
             table.add_row(
                 _short(row["engine"]) if index == 0 else "",
-                (_slots(row) or str(num_experts)) if index == 0 else "",
+                _slots(row, all_of=num_experts) if index == 0 else "",
                 str(row["batch"]),
                 _ms(row["ttft_ms"][0]),
                 _ms(p50),
@@ -170,8 +170,11 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     return list(cases.values())
 
 
-def _slots(row: Row) -> str:
-    return "" if row["slots"] is None else str(row["slots"])
+def _slots(row: Row, all_of: int | str = "") -> str:
+    """The number of slots; of a resident engine `all_of`, of a server nothing."""
+    if row["slots"] is not None:
+        return str(row["slots"])
+    return str(all_of) if row["engine"].startswith("resident") else ""
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -231,7 +234,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         good = [row for row in case if row["status"] == "ok"]
         size = f"{good[-1]['expert_gib']:.1f}" if good and "expert_gib" in good[-1] else ""
         cells = [_cell(by_batch.get(batch), best) for batch in batches]
-        slots = _slots(case[0]) or "all"
+        slots = _slots(case[0], all_of="all")
         lines.append(f"| {case[0]['engine']} | {slots} | {size} | " + " | ".join(cells) + " |")
     reasons = [f"- {reason}" for reason in _reasons(rows)]
     compared = [f"- {line}" for line in results["compared"]]

@@ -35,12 +35,24 @@ class RowStore:
     A disk that is full does not end a measurement: the row stays in memory, and `failure` says so.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
-        """Raises ConfigError: the folder cannot be written, or another bench writes into it."""
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        any_code: bool = False,
+    ) -> None:
+        """`any_code`: rows that other code of this project measured on this machine count, too.
+
+        Raises:
+            ConfigError: the folder cannot be written, or another bench writes into it.
+        """
         self.failure: str | None = None
         self.ignored = 0
         """Rows of another machine or other code, which are left alone."""
         self._identity = dict(identity)
+        self._compared = [name for name in identity if name != "code" or not any_code]
         self._rows: dict[str, Row] = {}
         path = folder / ROWS_FILE
         try:
@@ -67,7 +79,10 @@ class RowStore:
                 row = None  # half a line: the disk was full, or the machine went away
             if not isinstance(row, dict) or not isinstance(row.get("key"), str):
                 continue
-            if row.get("identity") == self._identity:
+            measured = row.get("identity")
+            if isinstance(measured, dict) and all(
+                measured.get(name) == self._identity[name] for name in self._compared
+            ):
                 self._rows[row["key"]] = row
             else:
                 self.ignored += 1

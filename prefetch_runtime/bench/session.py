@@ -14,7 +14,7 @@ from typing import Any
 
 from prefetch_runtime.bench import servers
 from prefetch_runtime.bench.cases import Case, cases_of, engine_spec, refusal
-from prefetch_runtime.bench.child import Outcome, Turn, run_case
+from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, run_case
 from prefetch_runtime.bench.config import BenchConfig
 from prefetch_runtime.bench.environment import has_gpu, identity
 from prefetch_runtime.bench.results import (
@@ -85,6 +85,7 @@ class Session:
         *,
         fresh: bool = False,
         retry: bool = False,
+        any_code: bool = False,
         minutes: float | None = None,
         on_case: Callable[[str], None] = lambda _: None,
         on_row: Callable[[Row], None] = lambda _: None,
@@ -106,7 +107,7 @@ class Session:
         self.sizes: ModelSizes = model_sizes(self.declared)
         self.cases = cases_of(config, self.sizes)
         self.trace: Trace | None = make_routing(config, self.sizes)
-        self.store = RowStore(folder, identity(environment), fresh=fresh)
+        self.store = RowStore(folder, identity(environment), fresh=fresh, any_code=any_code)
         self._random_weights = config.model in SHAPES
         self._rates = rates_for(self.trace, config, self.sizes, random_weights=self._random_weights)
         self._digests = {
@@ -132,6 +133,9 @@ class Session:
                 )
                 self._fill_in("interrupted before it was measured")
         self._order()
+        codes = sorted({row["identity"]["code"] for row in self.report.rows if "identity" in row})
+        if len(codes) > 1:
+            self.report.notes.append(f"rows of different code stand together: {', '.join(codes)}")
         if self.store.failure is not None:
             self.report.notes.append(f"{self.store.failure}; these rows are in this output only")
         self.store.close()
@@ -147,7 +151,7 @@ class Session:
             for index in range(len(cases)):
                 folder = Path(scratch, str(index))
                 folder.mkdir()
-                turns.append(Turn(folder))
+                turns.append(Turn(folder, self._deadline))
             with ThreadPoolExecutor(len(cases)) as pool:
                 running = [
                     pool.submit(self._run_case, case, model, routing, turn)
@@ -192,15 +196,25 @@ class Session:
             self._on_case(f"{case.name}, batch {', '.join(map(str, missing))}")
             spec = self._spec(case, model, routing, missing)
             log = self.folder / f"{case.name.replace(':', '-')}.log"
-            outcome = self._guarded(spec, limit_s, log, routing, turn)
+            try:
+                outcome = self._guarded(spec, limit_s, log, routing, turn)
+            except Interrupted as interrupt:
+                for batch in missing:
+                    self._finish(case, batch, keys[batch], interrupt.outcome)
+                raise
             if outcome.status == "timeout" and turn is not None and turn.ended.is_set():
                 outcome = replace(outcome, status="not run", reason="interrupted")
-            elif outcome.status == "timeout" and limit_s < self.config.limit_of(case.engine):
+            elif outcome.status == "timeout" and self._is_cut(case, limit_s):
                 # Not its own limit but the session's: the next run tries it again.
                 outcome = replace(outcome, status="not run", reason=f"cut short: {outcome.reason}")
         with self._one_at_a_time:
             for batch in missing:
                 self._finish(case, batch, keys[batch], outcome)
+
+    def _is_cut(self, case: Case, limit_s: float) -> bool:
+        """Whether a case that was ended had reached the session's limit, not its own."""
+        over = self._deadline is not None and time.monotonic() >= self._deadline
+        return over or limit_s < self.config.limit_of(case.engine)
 
     def _guarded(
         self,

@@ -314,15 +314,17 @@ class Bench:
         return {**held, "mode": stats["mode"], "num_slots": stats["layers"][0]["num_slots"]}
 
     def _memory(self) -> dict[str, int]:
-        """Device bytes: allocated by torch at most so far, and taken from the device now."""
+        """Device bytes: allocated by torch at most so far, and taken from the device."""
         import torch
 
         if not torch.cuda.is_available():
             return {"peak_bytes": 0, "device_bytes": 0}
         free, total = torch.cuda.mem_get_info()
+        alone = self.spec.get("turn") is None
         return {
             "peak_bytes": torch.cuda.max_memory_allocated(),
-            "device_bytes": total - free,
+            # Beside other engines only torch's share is this one's.
+            "device_bytes": total - free if alone else torch.cuda.max_memory_reserved(),
         }
 
 
