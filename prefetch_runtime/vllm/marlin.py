@@ -88,12 +88,12 @@ class MarlinBlocks:
         """
         size = self.block_size(x, w13, w2)
         align, launch = getattr(marlin_moe, _ALIGN), getattr(marlin_moe, _LAUNCH)
-        last = self._num_experts - 1
 
         def by_expert(topk_ids: torch.Tensor, *_: Any, **more: Any) -> Any:
             sorted_ids, expert_ids, num_rows = align(topk_ids, size, self._num_experts, **more)
-            # Beyond the blocks that are there the list holds -1 or anything else.
-            return sorted_ids, slot_of[expert_ids.clamp(0, last).long()], num_rows
+            # The list is this call's own. Beyond the blocks that are there it holds 0 or -1.
+            slots = torch.index_select(slot_of, 0, expert_ids.clamp_(min=0))
+            return sorted_ids, slots, num_rows
 
         def launched(**arguments: Any) -> Any:
             return launch(**{**arguments, "block_size_m": size})

@@ -20,8 +20,8 @@ KERNEL = SimpleNamespace(quant_type_id=scalar_types.uint4b8.id, input_dtype=None
 def aligned(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`moe_align_block_size` in plain torch: rows by expert, padded to whole blocks, and beyond
-    the last block whatever is there."""
+    """`moe_align_block_size` in plain torch: rows by expert, padded to whole blocks; beyond the
+    last block there are 0 and -1."""
     flat = topk_ids.flatten()
     rows, experts = [], []
     for expert in range(num_experts):
@@ -34,7 +34,7 @@ def aligned(
     rest = -(-padded // block_size) - len(experts)
     return (
         torch.tensor(rows + [flat.numel()] * (padded - len(rows)), dtype=torch.int32),
-        torch.tensor(experts + [-1, 10**6] * (rest // 2) + [-1] * (rest % 2), dtype=torch.int32),
+        torch.tensor(experts + [-1, 0] * (rest // 2) + [-1] * (rest % 2), dtype=torch.int32),
         torch.tensor([len(rows)], dtype=torch.int32),
     )
 
