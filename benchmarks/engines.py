@@ -34,11 +34,55 @@ from shapes import LOAD_FORMAT, register_loader, write_shape
 WORKER_CLS = "prefetch_runtime.vllm.PrefetchWorker"
 
 
+# The quantization_config of a shape's experts, and the kernels that run them. Other weights stay
+# bf16, so that steps differ by the experts alone.
+_OTHERS = ["re:.*self_attn.*", "re:.*mlp[.]gate$", "lm_head"]
+
+
+def _compressed(layout: str, weights: dict[str, Any], activations: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, **weights},
+        "input_activations": activations,
+        "format": layout,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": _OTHERS,
+        "config_groups": {"group_0": group},
+    }
+
+
+_FP8 = {"num_bits": 8, "type": "float"}
+EXPERTS: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "bf16": (None, "triton"),
+    "fp8": (
+        _compressed(
+            "float-quantized",
+            {**_FP8, "strategy": "block", "block_structure": [128, 128]},
+            {**_FP8, "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": True},
+        ),
+        "triton",
+    ),
+    "int4": (
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            None,
+        ),
+        "marlin",
+    ),
+}
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a model folder; else --shape with random weights")
     parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--experts", default="bf16", help=f"of --shape: {', '.join(EXPERTS)}")
     parser.add_argument("--layers", type=int, default=None, help="cut the shape to so many layers")
     parser.add_argument(
         "--engines",
@@ -92,6 +136,7 @@ def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict
             "cudagraph_mode": "FULL_DECODE_ONLY",
         }
     if not options.model:
+        llm["moe_backend"] = EXPERTS[options.experts][1]
         llm |= {"load_format": LOAD_FORMAT, "skip_tokenizer_init": True}
     if name == "cache":
         settings = {"slots_per_layer": int(details[0]), **json.loads(options.settings)}
@@ -198,6 +243,8 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
     if is_cache:
         row["stats"] = llm.collective_rpc("prefetch_stats")[0]
         row["mode"] = row["stats"]["mode"]
+        slots = sum(layer["num_slots"] for layer in row["stats"]["layers"])
+        row["expert_mb"] = row["stats"]["slot_bytes"] / slots / 1e6
         for memory in ("slot", "staging", "host", "pinned"):
             row[f"{memory}_gib"] = row["stats"][f"{memory}_bytes"] / 2**30
         row["audit"] = llm.collective_rpc("prefetch_audit")[0][:5]
@@ -363,7 +410,11 @@ def main() -> int:
         os.environ["PREFETCH_BENCH_ROUTING"] = str(options.routing.resolve())
     model = options.model
     if model is None:
-        changes = {} if options.layers is None else {"num_hidden_layers": options.layers}
+        changes: dict[str, Any] = {}
+        if options.layers is not None:
+            changes["num_hidden_layers"] = options.layers
+        if EXPERTS[options.experts][0] is not None:
+            changes["quantization_config"] = EXPERTS[options.experts][0]
         model = str(write_shape(options.shape, Path("/tmp/prefetch-runtime-shape"), **changes))
     rows: list[dict[str, Any]] = []
     for group in options.engines.split(";"):

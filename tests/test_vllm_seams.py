@@ -314,6 +314,92 @@ class TestExpertKernels:
         assert "expert_map" in [ast.unparse(arg) for arg in call.args]
 
 
+class TestMarlin:
+    """`marlin.py`."""
+
+    MARLIN = f"{MOE}/experts/marlin_moe.py"
+
+    def test_one_function_chooses_the_blocks_sorts_and_launches(self, vllm: Source) -> None:
+        fused = vllm.function(self.MARLIN, "fused_marlin_moe")
+        (align,) = calls(fused, "moe_align_block_size")
+        (launch,) = calls(fused, "_fused_marlin_moe")
+        assert ast.unparse(align.args[0]) == "topk_ids"
+        assert keywords(align) <= {"ignore_invalid_experts"}
+        assert launch.args == [], "the launch takes keywords, which are passed on"
+        assert {
+            "hidden_states", "block_size_m", "sorted_token_ids", "expert_ids",
+            "num_tokens_post_padded", "topk_ids", "num_topk",
+        } <= keywords(launch)  # fmt: skip
+
+    def test_it_takes_what_it_is_asked_with(self, vllm: Source) -> None:
+        fused = vllm.function(self.MARLIN, "fused_marlin_moe")
+        for name in (
+            "hidden_states", "w1", "w2", "bias1", "bias2", "w1_scale", "w2_scale", "topk_weights",
+            "topk_ids", "quant_type_id", "global_num_experts", "input_dtype",
+        ):  # fmt: skip
+            assert takes(fused, name)
+        require(vllm, self.MARLIN, "MarlinExpertsBase", "quant_type_id", "input_dtype")
+
+    def test_the_sum_over_top_k_is_the_kernels_method(self, vllm: Source) -> None:
+        moe_sum = vllm.function(self.MARLIN, "moe_sum", "MarlinExperts")
+        assert parameters(moe_sum) == ["self", "input", "output", "topk_ids", "expert_map"]
+        assert "self.moe_sum" in text_of(vllm.function(self.MARLIN, "apply", "MarlinExperts"))
+
+    def test_ids_beyond_the_last_block_may_be_looked_up(self, vllm: Source) -> None:
+        # vLLM does so itself, with a map that is as long as there are experts.
+        align = vllm.tree(f"{MOE}/moe_align_block_size.py")
+        assert "expert_map[expert_ids]" in text_of(align)
+
+
+class TestFormats:
+    """`kernels.py`, `checkpoint.py` and `loading.py`."""
+
+    QUANTISATION = "model_executor/layers/quantization"
+
+    @pytest.mark.parametrize(
+        ("path", "name"),
+        [
+            ("fp8.py", "Fp8MoEMethod"),
+            ("auto_gptq.py", "AutoGPTQMoEMethod"),
+            ("auto_awq.py", "AutoAWQMoEMethod"),
+            ("mxfp4.py", "GptOssMxfp4MoEMethod"),
+            (
+                "compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py",
+                "CompressedTensorsW8A8Fp8MoEMethod",
+            ),
+        ],
+    )
+    def test_methods_read_two_weights_off_the_layer_and_the_rest_off_the_kernel(
+        self, path: str, name: str, vllm: Source
+    ) -> None:
+        apply = vllm.function(f"{self.QUANTISATION}/{path}", "apply", name)
+        (call,) = calls(apply, "self.moe_kernel.apply")
+        read = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
+        assert {"w13_weight", "w2_weight"} <= read
+        assert not any("scale" in attr or "zero" in attr or "bias" in attr for attr in read)
+
+    def test_experts_are_loaded_by_one_method(self, vllm: Source) -> None:
+        path = f"{MOE}/routed_experts.py"
+        loaders = [
+            node
+            for node in vllm.cls(path, "RoutedExperts").body
+            if isinstance(node, ast.FunctionDef) and node.name == "weight_loader"
+        ]
+        assert parameters(loaders[-1]) == [
+            "self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id",
+            "return_success",
+        ]  # fmt: skip
+        init = text_of(vllm.function(path, "__init__", "RoutedExperts"))
+        assert "self.weight_loader" in init
+        assert init.index("self._get_quant_method(") < init.index("self.weight_loader")
+
+    def test_static_activation_scales_become_one_number(self, vllm: Source) -> None:
+        path = f"{self.QUANTISATION}/utils/fp8_utils.py"
+        reduce = text_of(vllm.function(path, "process_fp8_input_tensor_strategy_moe"))
+        for name in ("w13_input_scale", "w2_input_scale"):
+            assert f"{name}.max()" in reduce or f"amax_for_moe_activation_quant({name}" in reduce
+
+
 class TestWorkerAndRunner:
     """`worker.py` and `model_runner.py`."""
 

@@ -35,8 +35,11 @@ def register_loader() -> None:
 def _fill(name: str, tensor: Any, device: Any) -> None:
     import torch
 
-    if tensor.dim() == 1:  # norms
+    if tensor.dim() == 1 and tensor.is_floating_point():  # norms
         tensor.fill_(1.0)
+        return
+    if not tensor.is_floating_point() or "scale" in name:
+        _fill_quantised(name, tensor, device)
         return
     rows = list(tensor) if tensor.dim() == 3 else [tensor]
     for index, row in enumerate(rows):
@@ -44,3 +47,22 @@ def _fill(name: str, tensor: Any, device: Any) -> None:
         scale = 1.0 if "embed" in name else row.shape[-1] ** -0.5
         made = torch.randn(row.shape, generator=generator, device=device, dtype=torch.float32)
         row.copy_((made * scale).to(tensor.dtype))
+
+
+def _fill_quantised(name: str, tensor: Any, device: Any) -> None:
+    """Packed weights of random bits, and scales that make them numbers of sensible size."""
+    import torch
+
+    for index, row in enumerate(tensor):
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{name}:{index}".encode()))
+        if "scale" not in name:
+            limits = torch.iinfo(tensor.dtype)
+            most = 2**31 - 1 if tensor.dtype == torch.int32 else limits.max + 1
+            made = torch.randint(0, most, row.shape, generator=generator, device=device)
+            row.copy_(made.to(tensor.dtype))
+        elif tensor.dtype == torch.uint8:  # exponents; 4-bit floats reach 6
+            row.fill_(120)
+        else:
+            made = torch.rand(row.shape, generator=generator, device=device) + 0.5
+            # fp8 weights are filled as if they had no scale, 4-bit integers reach 8.
+            row.copy_((made * (1.0 if tensor.dtype == torch.float32 else 0.005)).to(tensor.dtype))
