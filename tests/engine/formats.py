@@ -4,10 +4,10 @@
     python -m tests.engine.formats --cases 'qwen3-fp8*' --modes eager --budget 150 --out eager.json
     python -m tests.engine.formats --join eager.json full.json --markdown
 
-A case is a small checkpoint of random weights (`tests/helpers/checkpoints.py`) and one process:
-vLLM alone first, before any of our code is loaded, then the cache in each mode with each number of
-slots. Cases run several at once; each prints its cells when it ends, so that an interrupted run
-keeps what it has. A cell is `equal`, `refused` with the reason, or says what differed.
+A case is a small checkpoint of random weights (`tests/helpers/checkpoints.py`). A process takes
+several cases: vLLM alone with all of them first, before any of our code is loaded, then the cache
+in each mode with each number of slots. When the budget ends, what has run is reported, the rest is
+`not run`. A cell is `equal`, `refused` with the reason, or says what differed.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
     for kind in sorted({REFERENCE[mode] for mode in modes}):
         widest = sorted({case.widest(case.slots(which)) for which in slots})
         more = {"widest": widest} if kind == "graphs" else {}
-        engines.append(engine(f"{kind}/alone", RUNS, llm=kinds[kind], **more))
+        engines.append(engine(f"{kind}/alone", RUNS, llm=kinds[kind], limit_s=240, **more))
         again = {"widest": widest[-1:]} if kind == "graphs" else {}
         if on_gpu:
             engines.append(engine(f"{kind}/again", RUNS, llm=kinds[kind], **again))
@@ -215,6 +215,26 @@ def _last_line(error: str) -> str:
     return lines[-1][:300] if lines else "nothing was said"
 
 
+def joined(name: str, chosen: Sequence[Case], modes: Sequence[str], slots: Sequence[str]) -> Plan:
+    """The engines of several cases as one process, named CASE/ENGINE; vLLM alone first."""
+    alone: list[dict[str, Any]] = []
+    ours: list[dict[str, Any]] = []
+    steps = 0
+    for case in chosen:
+        plan = plan_of(case, modes, slots, write(checkpoints(), case.family, case.format))
+        steps = plan.steps
+        for one in plan.engines:
+            group = ours if "worker_cls" in one["llm"] else alone
+            group.append({**one, "name": f"{case.name}/{one['name']}"})
+    return Plan(name, [*alone, *ours], steps=steps)
+
+
+def records_of(case: Case, records: Mapping[str, Any]) -> dict[str, Any]:
+    """One case's engines out of those of a process."""
+    start = f"{case.name}/"
+    return {k.removeprefix(start): r for k, r in records.items() if k.startswith(start)}
+
+
 def run_cases(
     chosen: Sequence[Case],
     modes: Sequence[str],
@@ -224,22 +244,31 @@ def run_cases(
     budget_s: float,
     logs: Path,
 ) -> list[Cell]:
-    """Run the cases, `jobs` at once; print the cells of each as it ends."""
-    deadline = time.monotonic() + budget_s
+    """Run the cases in `jobs` processes; print the cells of each process as it ends.
 
-    def one(case: Case) -> list[Cell]:
-        model = write(checkpoints(), case.family, case.format)
-        plan = plan_of(case, modes, slots, model)
-        records = run_plan(plan, logs / case.name, deadline)
-        cells = cells_of(case, modes, slots, records)
-        starts = [f"{r['start_s']:.0f}" for r in records.values() if "start_s" in r]
-        for cell in cells:
-            print(*cell[:5], flush=True)
-        print(f"{case.name}: engines started in {', '.join(starts)} s", flush=True)
+    A process takes several cases, since what costs time is its start and vLLM's first engine.
+    """
+    deadline = time.monotonic() + budget_s
+    groups = [group for group in (chosen[at::jobs] for at in range(jobs)) if group]
+
+    def run(index: int) -> list[Cell]:
+        group = groups[index]
+        records = run_plan(joined(str(index), group, modes, slots), logs / str(index), deadline)
+        cells = [
+            cell
+            for case in group
+            for cell in cells_of(case, modes, slots, records_of(case, records))
+        ]
+        took = [f"{n} {r['total_s']:.0f}" for n, r in records.items() if "total_s" in r]
+        # One write, so that processes do not mix their lines.
+        lines = [" ".join(map(str, cell[:5])) for cell in cells]
+        print("\n".join([*lines, f"seconds of process {index}: {', '.join(took)}"]), flush=True)
         return cells
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return [cell for cells in pool.map(one, chosen) for cell in cells]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        found = [cell for cells in pool.map(run, range(len(groups))) for cell in cells]
+    order = {case.name: index for index, case in enumerate(chosen)}
+    return sorted(found, key=lambda cell: order[cell.case])
 
 
 def markdown(cells: Iterable[Cell]) -> str:
@@ -276,7 +305,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=["*"], help="patterns of FAMILY-FORMAT")
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--slots", default=",".join(SLOTS))
-    parser.add_argument("--jobs", type=int, default=6, help="cases at once")
+    parser.add_argument("--jobs", type=int, default=6, help="processes at once")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--logs", type=Path, help="where the engines' logs go")
     parser.add_argument("--out", type=Path, help="also write the cells as JSON")

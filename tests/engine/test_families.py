@@ -1,5 +1,6 @@
 """Families on the CPU against vLLM alone, and checkpoints that are not whole, in one process."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from prefetch_runtime.stats import RuntimeStats
-from tests.engine.formats import Case, cells_of, checkpoints, plan_of
-from tests.engine.gpu_runs import Plan, engine, run_plan
+from tests.engine.formats import Case, cells_of, joined, records_of
+from tests.engine.gpu_runs import engine, run_plan
 from tests.helpers.checkpoints import LAYERS, Tensors, write
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -74,28 +75,15 @@ def broken(folder: Path, name: str) -> dict[str, Any]:
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every engine's record; vLLM alone first, before any of our code is loaded."""
     folder = tmp_path_factory.mktemp("families")
-    alone, ours = [], []
-    steps = 0
-    for case in CASES.values():
-        model = write(checkpoints(), case.family, case.format)
-        plan = plan_of(case, ["eager"], ["half"], model)
-        steps = plan.steps
-        for one in plan.engines:
-            group = alone if "worker_cls" not in one["llm"] else ours
-            group.append({**one, "name": f"{case.name}/{one['name']}"})
-    ours += [broken(folder, name) for name in BROKEN]
+    plan = joined("families", list(CASES.values()), ["eager"], ["half"])
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    plan = Plan("families", [*alone, *ours], steps=steps, environment=environment)
+    engines = [*plan.engines, *(broken(folder, name) for name in BROKEN)]
+    plan = dataclasses.replace(plan, engines=engines, environment=environment)
     return run_plan(plan, folder / "run", time.monotonic() + 600)
-
-
-def _of(case: Case, records: dict[str, Any]) -> dict[str, Any]:
-    start = f"{case.name}/"
-    return {k.removeprefix(start): r for k, r in records.items() if k.startswith(start)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,14 +91,14 @@ def test_tokens_and_layer_outputs_are_those_of_resident_experts(
     family: str, records: dict[str, Any]
 ) -> None:
     case = CASES[family]
-    (cell,) = cells_of(case, ["eager"], ["half"], _of(case, records))
+    (cell,) = cells_of(case, ["eager"], ["half"], records_of(case, records))
     assert (cell.outcome, cell.detail.split()[1]) == ("equal", "outputs"), cell.detail
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_without_experts_have_no_slots(family: str, records: dict[str, Any]) -> None:
     case = CASES[family]
-    ours = _of(case, records)["eager/half"]
+    ours = records_of(case, records)["eager/half"]
     stats = RuntimeStats.from_dict(ours["runs"]["four"]["stats"])
     assert len(stats.layers) == case.of.moe_layers == LAYERS - (family == "deepseek")
     assert {layer.num_slots for layer in stats.layers} == {case.of.num_experts // 2}
@@ -125,7 +113,7 @@ def test_a_checkpoint_that_is_not_whole_is_an_error_at_load(
 
 def test_cells_say_what_differs(records: dict[str, Any]) -> None:
     case = CASES["mixtral"]
-    found = _of(case, records)
+    found = records_of(case, records)
     ours = found["eager/half"]
     runs = {
         name: {**run, "tokens": [[0]] * len(run["tokens"])} for name, run in ours["runs"].items()

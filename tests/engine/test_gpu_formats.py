@@ -1,6 +1,6 @@
 """Formats and families on a GPU: eager and as FULL graphs, bit for bit what vLLM alone does.
 
-The cells of `python -m tests.engine.formats` that matter most, in two rounds of six processes.
+The cells of `python -m tests.engine.formats` that matter most, in six processes at once.
 """
 
 from collections.abc import Mapping
