@@ -184,8 +184,11 @@ class SegmentedCaptures:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Within this context `torch.cuda.CUDAGraph` is a class of segmented graphs."""
+        """Within this context `torch.cuda.CUDAGraph` is a class of segmented graphs. May nest."""
         replaced: Any = torch.cuda.CUDAGraph
+        if isinstance(replaced, type) and issubclass(replaced, SegmentedGraph):
+            yield  # vLLM may profile its captures by capturing
+            return
         make_graph = self._make_graph or replaced
         made = self._made
 

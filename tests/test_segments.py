@@ -158,6 +158,21 @@ class TestCaptures:
         captures.close()
         assert graph.is_closed
 
+    def test_one_context_may_stand_within_another(self) -> None:
+        torchs: Any = torch.cuda.CUDAGraph
+        captures = SegmentedCaptures(Noted)
+        with captures.here():
+            with captures.here():
+                graph: Any = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            between_segments(lambda: None)
+            between_segments(lambda: None)
+            graph.capture_end()
+            assert torch.cuda.CUDAGraph is type(graph)
+        assert torch.cuda.CUDAGraph is torchs
+        assert Noted.log[0] == "begin 0 None {}", "a segment is a graph, not a segmented one"
+        assert captures.num_segments == [3]
+
     def test_the_class_is_put_back_after_a_failure(self) -> None:
         torchs: Any = torch.cuda.CUDAGraph
         with pytest.raises(KeyError), SegmentedCaptures(Noted).here():

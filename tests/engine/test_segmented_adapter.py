@@ -20,7 +20,7 @@ class Runner:
         return torch.cuda.CUDAGraph, profile_only
 
     def profile_cudagraph_memory(self) -> Any:
-        return torch.cuda.CUDAGraph
+        return self.capture_model(profile_only=True)[0]
 
 
 def runner_with(captures: Any) -> Any:
