@@ -4,7 +4,7 @@ Shapes: T = tokens, K = top_k, C = capacity (rows of the weight tensors: experts
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,6 +104,14 @@ class CachedWeightProvider(ExpertWeightProvider):
             tensors["w13_weight"],
             tensors["w2_weight"],
             slot_ids,
-            tensors.get("w13_weight_scale", tensors.get("w13_weight_scale_inv")),
-            tensors.get("w2_weight_scale", tensors.get("w2_weight_scale_inv")),
+            _scale_of(tensors, "w13"),
+            _scale_of(tensors, "w2"),
         )
+
+
+def _scale_of(tensors: Mapping[str, torch.Tensor], projection: str) -> torch.Tensor | None:
+    """What vLLM's methods call the scale of a projection; None for unquantised weights."""
+    for ending in ("weight_scale", "weight_scale_inv", "scales"):
+        if f"{projection}_{ending}" in tensors:
+            return tensors[f"{projection}_{ending}"]
+    return None

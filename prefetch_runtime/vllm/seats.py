@@ -55,8 +55,8 @@ def _is_vllms(value: Any) -> bool:
 def fields_in_use(layer: Any, produced: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of the per-expert parameters that post-processing left, those that the kernel reads.
 
-    A second name of the same memory is left out, and so are empty placeholders and what only the
-    loader needed (shapes, unused zeros).
+    Of two names of the same memory the one that the method reads is taken. Empty placeholders are
+    left out, and so is what only the loader needed (shapes, unused zeros).
     """
     addresses = {
         tensor.data_ptr()
@@ -66,8 +66,8 @@ def fields_in_use(layer: Any, produced: Mapping[str, torch.Tensor]) -> dict[str,
     addresses |= {produced[name].data_ptr() for name in READ_BY_THE_METHOD if name in produced}
     in_use: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
-    for name, tensor in produced.items():
-        address = tensor.data_ptr()
+    for name in sorted(produced, key=lambda name: name not in READ_BY_THE_METHOD):
+        tensor, address = produced[name], produced[name].data_ptr()
         if tensor.numel() and address in addresses and address not in taken:
             taken.add(address)
             in_use[name] = tensor

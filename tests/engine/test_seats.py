@@ -43,7 +43,7 @@ def _produced(layer: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in layer._parameters.items()}
 
 
-IN_USE = ["w13_qweight", "w2_weight", "w13_scale", "w2_scale"]
+IN_USE = ["w2_weight", "w13_weight", "w13_scale", "w2_scale"]
 
 
 def test_tensors_are_found_however_deep_and_modules_are_not_entered() -> None:
@@ -77,8 +77,8 @@ def test_the_kernel_reads_a_wave_and_then_the_slots_again() -> None:
     config = layer.quant_method.moe_quant_config
 
     def reads(rows: dict[str, torch.Tensor]) -> None:
-        assert torch.equal(layer.w13_weight, rows["w13_qweight"])
-        assert torch.equal(layer.w13_qweight, rows["w13_qweight"])
+        assert torch.equal(layer.w13_weight, rows["w13_weight"])
+        assert torch.equal(layer.w13_qweight, rows["w13_weight"])
         assert torch.equal(layer.w2_weight, rows["w2_weight"])
         assert torch.equal(config._w1.scale, rows["w13_scale"])
         assert torch.equal(config._w2.scale, rows["w2_scale"].view(-1, 1, 1))
@@ -87,7 +87,7 @@ def test_the_kernel_reads_a_wave_and_then_the_slots_again() -> None:
     reads(wave)
     seats.restore()
     reads(before)
-    assert layer.w13_weight.data_ptr() == slots["w13_qweight"].data_ptr()
+    assert layer.w13_weight.data_ptr() == slots["w13_weight"].data_ptr()
 
 
 def test_rows_of_experts_outside_of_the_slots_are_refused() -> None:
