@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from prefetch_runtime.bench import child, environment, plots, report, servers
 from prefetch_runtime.bench import session as sessions
@@ -829,6 +830,23 @@ class TestServers:
         assert "cannot be reached" in rows[0]["reason"]
         assert len(done.rows) == 4, "the rest is there as well"
 
+    def test_a_server_alone_needs_no_model_of_ours(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        found = [{"name": "s", "url": "http://127.0.0.1:9", "model": "some.gguf"}]
+        config = BenchConfig.from_mapping(
+            {"model": "some.gguf", "engines": [], "servers": found, "batches": [1]}
+        )
+        row = measured("s", None, 1, 4.0)
+        monkeypatch.setattr(servers, "reach", lambda _: None)
+        monkeypatch.setattr(servers, "measure", lambda *_, **__: row)
+        done = Session(config, CPU, tmp_path).run()
+        assert [r["status"] for r in done.rows] == ["ok"]
+        report.print_report(done, Console(width=80, highlight=False))
+        assert "some.gguf; prompts of 256 tokens" in capsys.readouterr().out
+        assert len(plots.draw(report.as_json(done), tmp_path)) == 1
+        assert "| s |  |  | 4.00 |" in report.markdown(report.as_json(done))
+
     @pytest.mark.parametrize(
         ("status", "body", "why"),
         [
@@ -909,8 +927,6 @@ class TestReport:
         return sessions.Report(config, H200, model, copy.deepcopy(ROWS), not_measured=["energy"])
 
     def test_it_reads_well_on_80_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
-        from rich.console import Console
-
         done = self.results()
         for row in done.rows:
             if row["status"] == "ok":

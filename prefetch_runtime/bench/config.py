@@ -105,20 +105,26 @@ class BenchConfig(BaseModel):
     layers: Positive | None = None
     """Cut a named shape to so many layers."""
     engines: list[str] = ["resident", "uva", "offloader", "eager", "segmented", "full"]
+    """`resident`, `resident-eager`, `uva` and `offloader` are vLLM alone; a mode may be followed by
+    a predictor, a policy and `metrics`, as in `full+next_gate`."""
     slots: list[int | str] = ["25%", "50%", "100%"]
     """Experts of each layer on the device: numbers or shares."""
     slots_of: dict[str, list[int | str]] = {}
     """The same for single engines, by name, where they differ."""
     batches: list[Positive] = [1, 2, 4, 8, 16, 32]
+    """Sequences decoded together."""
     routing: str = "model"
     """`model`, `calibrated`, `uniform`, or the path of a trace; the same for every engine."""
     prompt_tokens: Positive = 256
+    """Tokens of every prompt."""
     prompt_file: str | None = None
     """Text that prompts are cut from; None: made-up tokens."""
     new_tokens: Positive = 64
     """Decode steps that are timed, after `warm` steps that are not."""
     warm: Annotated[int, Field(ge=0, le=10_000)] = 8
+    """Decode steps before the timed ones."""
     repeats: Positive = 2
+    """Times that a batch is sent; the figures are over all of them."""
     seconds_per_batch: Seconds = 20.0
     """After that, a batch's timed steps are cut short (never below eight)."""
     limit_s: Seconds = 300.0
@@ -128,15 +134,23 @@ class BenchConfig(BaseModel):
     side_by_side: Annotated[int, Field(ge=1, le=32)] = 1
     """So many cases load at once, all held in memory, and are then timed one at a time."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """As of vLLM."""
     compile: bool = True
     """Whether engines with graphs are compiled by torch, too (never on a CPU)."""
     max_num_batched_tokens: Positive = 2048
+    """As of vLLM: prompts are cut into steps of so many tokens."""
     attention_backend: str | None = None
+    """As of vLLM."""
     moe_backend: str | None = None
+    """As of vLLM."""
     staging_slots: Annotated[int, Field(ge=2, le=1024)] = 16
+    """As of the expert cache."""
     prefetch_budget_mib: Annotated[float, Field(ge=0, le=MAX_BUDGET_MIB)] | Literal["auto"] = "auto"
+    """As of the expert cache."""
     seed: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    """Of generated routing and of a server's prompts."""
     servers: list[Server] = []
+    """Running servers: `name`, `url`, `model` and, where it is another, `tokenizer` of each."""
 
     @model_validator(mode="after")
     def _check(self) -> "BenchConfig":

@@ -44,7 +44,8 @@ def _figure(columns: int, title: str) -> tuple[Any, list[Any]]:
 def _title(results: Mapping[str, Any]) -> str:
     model, machine = results["model"], results["environment"].get("machine") or {}
     gpu = (machine.get("gpu") or {}).get("name", "CPU")
-    return f"{model['name']}, {model['layers']} layers, {gpu}"
+    layers = f", {model['layers']} layers" if "layers" in model else ""
+    return f"{model['name']}{layers}, {gpu}"
 
 
 def _shown_batches(rows: Sequence[Row]) -> list[int]:
@@ -56,7 +57,7 @@ def _shown_batches(rows: Sequence[Row]) -> list[int]:
 def _draw_steps(rows: Sequence[Row], results: Mapping[str, Any], path: Path) -> Path:
     from matplotlib import pyplot
 
-    experts = results["model"]["num_experts"]
+    experts = results["model"].get("num_experts")
     batches = _shown_batches(rows)
     figure, axes = _figure(len(batches), f"Decode step by slots. {_title(results)}")
     for axis, batch in zip(axes, batches, strict=True):

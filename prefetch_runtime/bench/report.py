@@ -31,7 +31,7 @@ def print_report(report: Report, out: Console) -> None:
     out.print(_cases_table(rows))
     measured = [row for row in rows if row["status"] == "ok"]
     if measured:
-        out.print(_steps_table(measured, report.model["num_experts"]))
+        out.print(_steps_table(measured, report.model.get("num_experts")))
         out.print(EXPLAINED, markup=False)
     lines = [*break_even(rows), *_metrics_lines(rows)]
     if lines:
@@ -52,6 +52,8 @@ def print_report(report: Report, out: Console) -> None:
 
 def title(model: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The model and the work."""
+    if "layers" not in model:
+        return f"{model['name']}; prompts of {config['prompt_tokens']} tokens"
     cut = model["of_layers"] is not None and model["of_layers"] != model["layers"]
     layers = f"{model['layers']} of {model['of_layers']}" if cut else str(model["layers"])
     weights = "random weights, " if model["of_layers"] is not None else ""
@@ -116,7 +118,7 @@ def _cases_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _steps_table(rows: Sequence[Row], num_experts: int) -> Table:
+def _steps_table(rows: Sequence[Row], num_experts: int | None) -> Table:
     table = _columns(
         "engine", "slots", "b", "ttft", "p50", "p90", "p99", "tok/s", "hit", "stall", "GB/s", "plan"
     )
@@ -170,7 +172,7 @@ def _by_case(rows: Sequence[Row]) -> list[list[Row]]:
     return list(cases.values())
 
 
-def _slots(row: Row, all_of: int | str = "") -> str:
+def _slots(row: Row, all_of: int | str | None = "") -> str:
     """The number of slots; of a resident engine `all_of`, of a server nothing."""
     if row["slots"] is not None:
         return str(row["slots"])

@@ -103,19 +103,26 @@ class Session:
         self._on_case, self._on_row = on_case, on_row
         self._deadline = None if minutes is None else time.monotonic() + minutes * 60
         self._gpu = has_gpu(environment)
-        self.declared = _model_config(config)
-        self.sizes: ModelSizes = model_sizes(self.declared)
-        self.cases = cases_of(config, self.sizes)
-        self.trace: Trace | None = make_routing(config, self.sizes)
+        # A server knows its model; ours is looked at only where an engine of ours loads it.
+        self.declared = _model_config(config) if config.engines else {}
+        sizes = model_sizes(self.declared) if config.engines else None
+        self.cases = [] if sizes is None else cases_of(config, sizes)
+        self.trace: Trace | None = None if sizes is None else make_routing(config, sizes)
+        self._sizes = sizes
         self.store = RowStore(folder, identity(environment), fresh=fresh, any_code=any_code)
         self._random_weights = config.model in SHAPES
-        self._rates = rates_for(self.trace, config, self.sizes, random_weights=self._random_weights)
         self._digests = {
             "model": _digest(json.dumps(self.declared, sort_keys=True).encode()),
             "routing": "model" if self.trace is None else _digest(self.trace.topk.tobytes()),
         }
-        self.report = Report(config, environment, _about(config, self.sizes))
+        self.report = Report(config, environment, _about(config, sizes))
         self._describe()
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Of the model that the engines load."""
+        assert self._sizes is not None, "no engine, no model"
+        return self._sizes
 
     def run(self) -> Report:
         """Measure what is not measured yet. Ctrl-C leaves a report of what there is."""
@@ -277,7 +284,9 @@ class Session:
                 link_origin="measured",
             ),
             workload,
-            self._rates(batch),
+            rates_for(self.trace, self.config, self.sizes, random_weights=self._random_weights)(
+                batch
+            ),
         )
         estimate = planner.estimate(case.slots or self.sizes.num_experts)
         return {
@@ -446,7 +455,9 @@ def _vocabulary(declared: dict[str, Any]) -> int:
     raise ConfigError("the config.json has no vocab_size of at least 33")
 
 
-def _about(config: BenchConfig, sizes: ModelSizes) -> dict[str, Any]:
+def _about(config: BenchConfig, sizes: ModelSizes | None) -> dict[str, Any]:
+    if sizes is None:
+        return {"name": config.model}
     return {
         "name": config.model,
         "layers": sizes.num_layers,
