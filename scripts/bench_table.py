@@ -2,8 +2,8 @@
 
     python scripts/bench_table.py RESULTS.json [PAGE.md ...]
 
-The table goes between the lines `<!-- bench: begin -->` and `<!-- bench: end -->` of each page
-(default: benchmarks/README.md), with the machine and the command above it.
+The table goes between the lines `<!-- bench: begin -->` and `<!-- bench: end -->` of each page,
+with the machine and the command above it: whole into benchmarks/README.md, short into README.md.
 """
 
 import argparse
@@ -32,9 +32,10 @@ def main() -> int:
     parser.add_argument("pages", type=Path, nargs="*")
     arguments = parser.parse_args()
     results = load_json(arguments.results)
-    table = f"{machine_text(results)}\n\n{markdown(results)}"
-    for page in arguments.pages or [ROOT / "benchmarks" / "README.md"]:
-        page.write_text(put(page.read_text(), table))
+    whole = ROOT / "benchmarks" / "README.md"
+    for page in arguments.pages or [whole, ROOT / "README.md"]:
+        table = markdown(results, short=page.resolve() == ROOT / "README.md")
+        page.write_text(put(page.read_text(), f"{machine_text(results)}\n\n{table}"))
     return 0
 
 

@@ -950,6 +950,41 @@ class TestReport:
         assert "| uva | 32 |  | 20.00 | **50.00** |" in table
         assert "| offloader | 32 |  | timeout |  |" in table
 
+    def test_the_short_table_has_three_batches(self) -> None:
+        done = self.results()
+        done.config = config_of(batches=[1, 2, 4, 8, 16, 32])
+        table = report.markdown(report.as_json(done), short=True)
+        assert "| batch 1 | batch 8 | batch 32 |" in table
+        assert "Compared" not in table
+
+    def test_the_script_puts_the_table_between_its_marks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from scripts import bench_table
+
+        assert report.save_json(self.results(), tmp_path) is None
+        page = tmp_path / "page.md"
+        page.write_text(f"before\n{bench_table.BEGIN}\nformer\n{bench_table.END}\nafter\n")
+        arguments = ["bench_table.py", str(tmp_path / "results.json"), str(page)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        for _ in range(2):
+            assert bench_table.main() == 0
+            text = page.read_text()
+            assert text.startswith("before\n")
+            assert text.endswith("\nafter\n")
+            assert "former" not in text
+            assert text.count("| full | 32 |") == 1
+            assert "    prefetch-runtime bench x.toml\n" in text
+        page.write_text("no marks")
+        with pytest.raises(ValueError, match="the page needs one line"):
+            bench_table.main()
+
+    def test_the_pages_have_the_marks(self) -> None:
+        from scripts.bench_table import put
+
+        for page in ("README.md", "benchmarks/README.md"):
+            assert "new" in put((ROOT / page).read_text(), "new\n")
+
     def test_json_is_read_back(self, tmp_path: Path) -> None:
         assert report.save_json(self.results(), tmp_path) is None
         found = report.load_json(tmp_path / report.RESULTS_FILE)

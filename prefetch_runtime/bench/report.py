@@ -212,14 +212,17 @@ def save_json(report: Report, folder: Path) -> str | None:
     return None
 
 
-def markdown(results: Mapping[str, Any]) -> str:
+def markdown(results: Mapping[str, Any], *, short: bool = False) -> str:
     """The measurement as a table for a README: a row per engine and size, a column per batch.
 
     Args:
         results: as `as_json` makes it.
+        short: three batches, no comparisons and no reasons.
     """
     rows = results["rows"]
-    batches = results["configuration"]["batches"]
+    batches = sorted(results["configuration"]["batches"])
+    if short:
+        batches = sorted({batches[0], batches[len(batches) // 2], batches[-1]})
     best: dict[tuple[int | None, int], float] = {}
     for row in rows:
         if row["status"] == "ok" and row["slots"] is not None:
@@ -238,8 +241,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         cells = [_cell(by_batch.get(batch), best) for batch in batches]
         slots = _slots(case[0], all_of="all")
         lines.append(f"| {case[0]['engine']} | {slots} | {size} | " + " | ".join(cells) + " |")
-    reasons = [f"- {reason}" for reason in _reasons(rows)]
-    compared = [f"- {line}" for line in results["compared"]]
+    reasons = [] if short else [f"- {reason}" for reason in _reasons(rows)]
+    compared = [] if short else [f"- {line}" for line in results["compared"]]
     return "\n".join(
         [
             *lines,
