@@ -19,6 +19,7 @@ from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError, Prefetch
 from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
+from prefetch_runtime.shapes import SHAPES
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
 
@@ -91,7 +92,15 @@ def _settings(**given: Any) -> dict[str, Any]:
 def _check_model(model: str, config: PrefetchConfig) -> None:
     """Say now what the worker would say after a minute of start-up."""
     declared = read_config(model)
-    if declared is None or not config.enabled:
+    if not config.enabled:
+        return
+    if declared is None:
+        if "/" not in model:
+            hint = "; it is a shape without weights, for plan and bench" if model in SHAPES else ""
+            raise ModelError(
+                f"there is no model folder {model!r}, and names on the hub have an owner before "
+                f"them (owner/{model}){hint}"
+            )
         return
     shape = expert_shape(declared)
     if shape is None:
@@ -172,9 +181,18 @@ def serve(
 
 
 def _option_name(argument: str) -> str:
-    """The option that an argument sets, as vLLM reads it; "" for a value."""
-    name = argument.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else ""
+    """The option that an argument sets, as vLLM reads it; "" for a value.
+
+    vLLM's parser takes abbreviations; those of the options that matter here are written out.
+    """
+    name = argument.partition("=")[0].replace("_", "-")
+    if not name.startswith("--"):
+        return ""
+    stem, dot, key = name.partition(".")
+    for shortest, full in (("--ad", "--additional-config"), ("--worker-c", "--worker-cls")):
+        if stem.startswith(shortest) and full.startswith(stem):
+            return full + dot + key
+    return name
 
 
 def _take_additional_config(arguments: list[str]) -> dict[str, Any]:

@@ -48,7 +48,23 @@ rm -f "$stamp"
 
 say() { printf 'setup: [%3d s] %s\n' "$SECONDS" "$*"; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
-install() { pip install -qq "$@"; }
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+
+# pip is quiet, and may have gigabytes to fetch: say every half minute that it goes on.
+beat() {
+  while sleep "${SETUP_BEAT_S:-30}" </dev/null >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    say "still working, $(du -sm .venv | cut -f1) MiB so far"
+  done
+}
+install() {
+  local beat status=0
+  beat &
+  beat=$!
+  pip install -qq "$@" || status=$?
+  kill "$beat" 2>/dev/null || true
+  wait "$beat" 2>/dev/null || true
+  return "$status"
+}
 
 [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null || {
   say "making .venv with Python $version"

@@ -144,7 +144,9 @@ class TestServe:
     ) -> None:
         assert self._command(run, executed, HUB, *arguments, "--port", "1") == [HUB, "--port", "1"]
 
-    @pytest.mark.parametrize("spelling", ["--additional-config", "--additional_config"])
+    @pytest.mark.parametrize(
+        "spelling", ["--additional-config", "--additional_config", "--additional-conf", "--add"]
+    )
     @pytest.mark.parametrize("joined", [False, True])
     def test_the_users_own_additional_config_is_kept(
         self, spelling: str, joined: bool, run: Callable[..., Ran], executed: list[list[str]]
@@ -201,6 +203,8 @@ class TestServe:
             (["--additional-config.prefetch_runtime.policy", "lru"], "as one JSON object"),
             (["--worker-cls", "mine.Worker"], "the expert cache sets --worker-cls itself"),
             (["--worker_cls=mine.Worker"], "the expert cache sets --worker-cls itself"),
+            (["--worker-c", "mine.Worker"], "the expert cache sets --worker-cls itself"),
+            (["--additional-conf.prefetch_runtime.policy", "lru"], "as one JSON object"),
         ],
         ids=lambda value: str(value)[:60],
     )
@@ -289,6 +293,19 @@ class TestBadInput:
         _refused(
             run(command[0], "./no-such-model", *command[1:], *slots),
             "there is no model folder './no-such-model'",
+        )
+
+    @BOTH
+    @pytest.mark.parametrize(
+        ("name", "hint"), [("tiny-mo", ""), ("olmoe-1b-7b", "a shape without weights")]
+    )
+    def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
+        self, command: list[str], name: str, hint: str, run: Callable[..., Ran]
+    ) -> None:
+        _refused(
+            run(command[0], name, *command[1:], "--moe-expert-cache-size", "8"),
+            f"there is no model folder '{name}', and names on the hub have an owner",
+            hint,
         )
 
     @BOTH

@@ -30,8 +30,17 @@ def main():
     what = sys.argv[2]
     if what == "wait":
         time.sleep(60)
-    if what == "fail":
+    if what in ("refuse", "recover"):  # as a worker, which is another process
+        import subprocess
+        code = (
+            "from prefetch_runtime.refusals import told\\n"
+            "with told(ValueError):\\n    raise ValueError('too few\\\\nslots')"
+        )
+        subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    if what in ("fail", "refuse"):
         raise RuntimeError("no engine")
+    if what == "recover":
+        sys.exit(0)
     sys.exit(3)
 """
 
@@ -92,6 +101,28 @@ def test_the_folder_is_private_there_before_prometheus_and_gone_in_the_end(
     assert process.returncode == status
     assert ("no engine" in err) == (model == "fail")
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_refusal_of_a_worker_is_the_last_word(
+    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    process = start("serve", "refuse")
+    _, err = process.communicate(timeout=60)
+    assert err == "error: too few slots\n"
+    assert process.returncode == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_other_failures_and_a_good_end_stay_as_they_are(
+    start: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    process = start("serve", "fail")
+    _, err = process.communicate(timeout=60)
+    assert err.startswith("Traceback")
+    assert err.endswith("RuntimeError: no engine\n")
+    process = start("serve", "recover")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

@@ -37,9 +37,10 @@ def stand_in(path: Path, body: str) -> None:
 
 
 def run_setup(
-    checkout: Path, tools: Path, python: str = sys.executable
+    checkout: Path, tools: Path, python: str = sys.executable, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": python}
+    environment |= variables
     return subprocess.run(
         ["bash", str(checkout / "scripts" / "setup.sh")],
         env=environment,
@@ -100,6 +101,14 @@ def test_a_failed_install_says_so_and_leaves_no_stamp(checkout: Path, tools: Pat
         "setup: pip could not install torch 2.13.0 for CPU; its message is above"
     )
     assert not (checkout / ".venv" / ".setup-stamp").exists()
+
+
+def test_a_slow_install_says_that_it_goes_on(checkout: Path, tools: Path) -> None:
+    python = str(fake_python(tools, pip="sleep 0.7"))
+    finished = run_setup(checkout, tools, python, SETUP_BEAT_S="0.3")
+    assert finished.returncode == 0
+    assert "still working, " in finished.stdout
+    assert finished.stdout.splitlines()[-1].endswith("done")
 
 
 def test_a_second_call_does_nothing_until_an_input_changes(checkout: Path, tools: Path) -> None:

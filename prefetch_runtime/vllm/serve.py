@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
+from prefetch_runtime.refusals import collected
 
 
 @contextmanager
@@ -71,12 +72,26 @@ class VllmCpuFinder(metadata.DistributionFinder):
             yield _RenamedDistribution("vllm", f"{version}+cpu")
 
 
+@contextmanager
+def refusal_last() -> Iterator[None]:
+    """Where a worker has refused to start, end with its one line in place of a second traceback."""
+    with collected() as path:
+        try:
+            yield
+        except BaseException as error:
+            refusal = path.read_text()
+            if not refusal or (isinstance(error, SystemExit) and not error.code):
+                raise
+            sys.stderr.write(f"error: {refusal}\n")
+            sys.exit(1)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run vLLM's command on `arguments`; it ends the process as it would have by itself."""
     with_metrics = arguments[:1] == ["--metrics"]
     sys.argv = ["vllm", *arguments[with_metrics:]]
     sys.meta_path.append(VllmCpuFinder())  # last: a real `vllm` is found first
-    with metrics_folder() if with_metrics else nullcontext():
+    with metrics_folder() if with_metrics else nullcontext(), refusal_last():
         # Not before the variable is set: prometheus_client looks at it when it is imported.
         from vllm.entrypoints.cli.main import main as vllm_main
 

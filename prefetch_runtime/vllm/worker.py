@@ -9,11 +9,14 @@ from vllm.platforms import current_platform
 
 import prefetch_runtime
 from prefetch_runtime.audit import audit
-from prefetch_runtime.config import PrefetchConfig, spelled
+from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.metrics import MetricsPublisher, check_multiprocess_mode, start_metrics
+from prefetch_runtime.pinned import HostMemoryError
 from prefetch_runtime.recorder import TraceRecorder
+from prefetch_runtime.refusals import told
 from prefetch_runtime.trace import save_trace
 from prefetch_runtime.vllm import routed_experts
+from prefetch_runtime.vllm.checkpoint import CheckpointError
 from prefetch_runtime.vllm.checks import (
     UnsupportedError,
     check_declared_slots,
@@ -31,6 +34,8 @@ else:
 
 logger = init_logger(__name__)
 
+REFUSALS = (ConfigError, CheckpointError, HostMemoryError)
+
 
 class PrefetchWorker(BaseWorker):
     """vLLM's worker for the platform, with the experts in host memory and a slot cache before them.
@@ -41,6 +46,7 @@ class PrefetchWorker(BaseWorker):
     prefetch_engine: PrefetchEngine | None = None
     prefetch_metrics: MetricsPublisher | None = None
 
+    @told(*REFUSALS)
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError for settings, options or models that the cache cannot serve."""
         self.prefetch_config = PrefetchConfig.from_additional_config(vllm_config.additional_config)
@@ -61,6 +67,7 @@ class PrefetchWorker(BaseWorker):
     def _choose_mode(self, vllm_config: VllmConfig) -> str:
         return choose_mode(vllm_config, self.prefetch_config)
 
+    @told(*REFUSALS)
     def init_device(self) -> None:
         """Build vLLM's runner, then put the expert cache beside it."""
         super().init_device()
@@ -70,6 +77,7 @@ class PrefetchWorker(BaseWorker):
             )
             self.model_runner: Any = adopt(self.model_runner, self.prefetch_engine)
 
+    @told(*REFUSALS)
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model; a failure leaves no pinned memory behind."""
         try:
@@ -78,6 +86,7 @@ class PrefetchWorker(BaseWorker):
             self._close_cache()
             raise
 
+    @told(*REFUSALS)
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, then forget what the warm-up routed: its tokens were not real."""
         if self.prefetch_engine is not None:

@@ -1,0 +1,43 @@
+"""Brings a refusal from a worker to the command that started vLLM, past vLLM's own traceback."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+REFUSAL_VARIABLE = "PREFETCH_RUNTIME_REFUSAL"
+"""Environment variable: a file that the first refusal is written to, in one line."""
+
+
+@contextmanager
+def told(*kinds: type[Exception]) -> Iterator[None]:
+    """Within this context, or in the decorated function, errors of these kinds are refusals.
+
+    They go on as they are; where nobody asked for them, nothing else happens.
+    """
+    try:
+        yield
+    except kinds as refusal:
+        path = os.environ.get(REFUSAL_VARIABLE)
+        if path:
+            # The error itself must not be lost to a file that cannot be written.
+            with suppress(OSError):
+                Path(path).write_text(" ".join(str(refusal).split()))
+        raise
+
+
+@contextmanager
+def collected() -> Iterator[Path]:
+    """A file in memory that processes started from here write a refusal to; empty without one."""
+    number = os.memfd_create("prefetch-runtime-refusal")
+    path = Path(f"/proc/{os.getpid()}/fd/{number}")
+    before = os.environ.get(REFUSAL_VARIABLE)
+    os.environ[REFUSAL_VARIABLE] = str(path)
+    try:
+        yield path
+    finally:
+        if before is None:
+            del os.environ[REFUSAL_VARIABLE]
+        else:
+            os.environ[REFUSAL_VARIABLE] = before
+        os.close(number)
