@@ -2,6 +2,7 @@
 
     python benchmarks/prefetch_table.py --expert-intermediate 768 --slots 32,64 --out rows.json
     python benchmarks/prefetch_table.py --table rows.json more-rows.json      # no GPU needed
+    python benchmarks/prefetch_table.py --simulate                # nor here: what a model says
 
 One vLLM engine per number of slots: Qwen3-30B-A3B's shape cut to --layers MoE layers, random
 weights, mode `full`. Routing is that of `routing_generator` (calibrated to Qwen3-30B-A3B, or
@@ -30,6 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.device_scheduler import DeviceScheduler
 from prefetch_runtime.injection import RoutingInjection
 from prefetch_runtime.routing_generator import create_routing_model, generate_routing
+from prefetch_runtime.simulate import SimulationSettings, simulate
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import Trace
 
@@ -320,6 +323,38 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def simulated(
+    *, layers: int, slots: Sequence[int], batches: Sequence[int], steps: int
+) -> Iterable[str]:
+    """The same arms on a modelled link, as lines of a Markdown table."""
+    yield (
+        "| expert | slots | batch | stall a step: none, next gate, oracle (ms) "
+        "| stall removed, of the oracle's | uniform routing: step, next gate / none |"
+    )
+    yield "|" + " --- |" * 6
+    for expert_bytes, num_slots, batch in product((9_437_184, 2_359_296), slots, batches):
+        results = {}
+        for preset, name in product(("qwen3-30b-a3b", "uniform"), ("none", "next_gate", "oracle")):
+            model = create_routing_model(preset, num_layers=layers)
+            trace = generate_routing(model, steps, batch_size=batch, seed=1)
+            settings = SimulationSettings(
+                num_slots=num_slots, predictor=name, expert_bytes=expert_bytes
+            )
+            results[preset, name] = simulate(trace, settings)
+        rows = [
+            {"predictor": name, "stall_seconds": result.stall_us_per_step * 1e-6}
+            for (preset, name), result in results.items()
+            if preset != "uniform"
+        ]
+        stalls = ", ".join(f"{row['stall_seconds'] * 1e3:.2f}" for row in rows)
+        ratio = stall_ratio(rows)
+        uniform = [results["uniform", name].step_us for name in ("next_gate", "none")]
+        yield (
+            f"| {expert_bytes / 1e6:.1f} MB | {num_slots} | {batch} | {stalls} "
+            f"| {'' if ratio is None else f'{ratio:.2f}'} | {uniform[0] / uniform[1]:.3f} |"
+        )
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -333,6 +368,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=225, help="no new row after so long")
     parser.add_argument("--out", type=Path, default=None, help="write the rows as JSON")
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of such files")
+    parser.add_argument("--simulate", action="store_true", help="simulate both expert sizes")
     return parser.parse_args(arguments)
 
 
@@ -345,6 +381,15 @@ def main() -> int:
     options = parse()
     if options.table:
         print(table([row for path in options.table for row in json.loads(path.read_text())]))
+        return 0
+    if options.simulate:
+        for line in simulated(
+            layers=options.layers,
+            slots=options.slots,
+            batches=options.batches,
+            steps=options.steps + options.warm,
+        ):
+            print(line, flush=True)
         return 0
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ["VLLM_PLUGINS"] = ""

@@ -37,7 +37,7 @@ class TransitionPredictor:
         ids = evidence.topk_ids[evidence.topk_ids >= 0]
         followers = self.counts[layer_idx - self._shape.lookahead, ids]
         totals = np.maximum(np.add.reduce(followers, axis=1), 1)
-        return highest((1 / totals).astype(np.float32) @ followers, count)
+        return highest((1 / totals) @ followers, count)
 
     def observe(self, layer_idx: int, topk_ids: IdArray) -> None:
         """Raises ValueError if the tokens are not those of the earlier layer in this step."""
@@ -57,9 +57,9 @@ class TransitionPredictor:
         num_experts = self._shape.num_experts
         left, right = before[:, :, None], chosen[:, None, :]
         pairs = left * num_experts + right
-        is_pair = (left >= 0) & (right >= 0)
-        counts = self.counts[source].reshape(-1)
-        np.add.at(counts, pairs[is_pair], 1)
+        if min(before.min(initial=0), chosen.min(initial=0)) < 0:
+            pairs = pairs[(left >= 0) & (right >= 0)]
+        np.add.at(self.counts[source].reshape(-1), pairs.ravel(), 1)
         self._counted += pairs.size
         if self._counted >= _ROW_LIMIT:
             self._counted = 0

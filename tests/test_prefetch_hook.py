@@ -547,9 +547,13 @@ def test_a_fill_under_way_stops_soon_after_the_demand_is_posted() -> None:
     rig.hook.reserve(0, tensor([1, 2, 3]))
     demand = tensor([[5, 2]])
     torch.cuda.synchronize()
+    # Both wait until the host has launched all of it: a launch may take it longer than a copy.
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
     with branch.fork():
+        torch.cuda._sleep(40_000_000)
         rig.hook.fill(0)  # 192 MiB: 4 ms at 50 GB/s
-    torch.cuda._sleep(300_000)  # 0.15 ms, up to 0.9 where the clock is low
+    torch.cuda._sleep(40_300_000)  # 0.15 ms more, up to 0.9 where the clock is low
     rig.hook.post(0, demand)
     branch.join()
     torch.cuda.synchronize()

@@ -97,6 +97,35 @@ def test_the_stall_ratio_compares_with_the_oracle() -> None:
     assert stall_ratio([arm("none", 3.0), *arms[1:]]) is None
 
 
+def test_the_simulated_table_has_a_row_for_each_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "--simulate",
+        "--layers",
+        "3",
+        "--slots",
+        "32",
+        "--batches",
+        "1",
+        "--steps",
+        "30",
+        "--warm",
+        "10",
+    ]
+    monkeypatch.setattr(sys, "argv", ["prefetch_table.py", *given])
+    assert main() == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line, size in zip(lines, ("9.4 MB", "2.4 MB"), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == head.count("|") - 1
+        assert cells[:3] == [size, "32", "1"]
+        none, next_gate, oracle = map(float, cells[3].split(","))
+        assert none > next_gate >= oracle > 0
+        assert 0.9 < float(cells[5]) < 1.1
+
+
 def test_the_table_is_made_of_files_of_rows(
     rows: dict[str, dict[str, Any]],
     tmp_path: Any,
