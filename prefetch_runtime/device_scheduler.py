@@ -182,9 +182,10 @@ class DeviceScheduler(Scheduler):
 
     # One step
 
-    def begin_step(self) -> None:
-        """The clock moves with the first layer, inside the graph, once per replay; between replays
-        the budgets may."""
+    def begin_step(self, *, decodes: bool = False) -> None:
+        """As in `Scheduler`, but the clock moves with the first layer, inside the graph, once per
+        replay; between replays the budgets may."""
+        self._decodes = decodes
         if self._control is not None:
             self._control.step()
 
@@ -285,31 +286,29 @@ class DeviceScheduler(Scheduler):
         tokens_of.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
         # The first layer reads those of all, for what is sent ahead; they change only in their own
         # layer's turn.
-        rows = slice(None) if index == 0 else slice(index, index + 1)
-        mappings, owners = table.mapping[rows], table.owner[rows]
-        seen: IntArray = (
-            torch.cat([tokens_of[:num_experts], mappings.reshape(-1), owners.reshape(-1)])
-            .cpu()
-            .numpy()
-        )
-        tokens, all_mapped, all_owned = np.split(
-            seen, (num_experts, num_experts + mappings.numel())
-        )
+        wanted = [tokens_of[:num_experts], table.mapping[index], table.owner[index]]
         if index == 0:
-            self._seen_mapping = all_mapped.reshape(mappings.shape)
-            self._seen_owner = all_owned.reshape(owners.shape)
-        mapping, owner = all_mapped[:num_experts], all_owned[: table.num_slots]
+            wanted += [table.mapping.reshape(-1), table.owner.reshape(-1)]
+        seen: IntArray = torch.cat(wanted).cpu().numpy()
+        tokens, mapping, owner, *of_all = np.split(
+            seen, np.cumsum([t.numel() for t in wanted])[:-1]
+        )
+        if of_all:
+            self._seen_mapping = of_all[0].reshape(table.mapping.shape)
+            self._seen_owner = of_all[1].reshape(table.owner.shape)
         demanded = np.flatnonzero(tokens).astype(np.int32)
         absent = demanded[mapping[demanded] < 0]
         absent = absent[np.argsort(-tokens[absent], kind="stable")]
-        num_free = int(np.count_nonzero(owner < 0))
-        admitted, streamed = absent[:num_free], absent[num_free:]
-        if admitted.size:
-            # Empty slots have the lowest scores, so this evicts nothing.
-            self._resolve(index, self._row_of_ids(admitted))
-        rest = np.setdiff1d(demanded, admitted)
-        if rest.size:
-            table.touch(index, self._row_of_ids(rest))
+        # As `SlotTable.plan_wide`: one plan of the residents and of those that have room beside
+        # them, so that none of these is a victim; the others stream past.
+        resident = demanded[mapping[demanded] >= 0]
+        taken = resident.size if self._decodes else np.count_nonzero(owner >= 0)
+        room = table.num_slots - int(taken)
+        planned, streamed = np.concatenate([resident, absent[:room]]), absent[room:]
+        if planned.size:
+            self._resolve(index, self._row_of_ids(planned))
+        if streamed.size:
+            table.touch(index, self._row_of_ids(streamed))
         return WidePlan(
             streamed=streamed,
             has_residents=streamed.size < demanded.size,

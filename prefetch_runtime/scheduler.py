@@ -80,7 +80,7 @@ class WidePlan(NamedTuple):
     has_residents: bool
     """Whether any demanded expert is in a slot."""
     into_slots: CopyTicket | None
-    """The copies into empty slots, to be waited for and published; None if there are none."""
+    """The copies into slots, to be waited for and published; None if there are none."""
     is_broad: bool
     """Whether nearly every expert is demanded, so that the next layer will demand nearly all."""
 
@@ -121,6 +121,7 @@ class Scheduler:
         self._layers: dict[int, LayerCache] = {}
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], StagingRing] = {}
         self._now = 1
+        self._decodes = False
         self._missed_in = 0
         self._stalls = StallClock(device)
         self._steps_with_misses = 0
@@ -225,9 +226,14 @@ class Scheduler:
 
     # One step
 
-    def begin_step(self) -> None:
-        """Advance the clock: called once per engine step, before the first layer."""
+    def begin_step(self, *, decodes: bool = False) -> None:
+        """Advance the clock: called once per engine step, before the first layer.
+
+        `decodes`: no request of the step has more than one token, so that what it demands will
+        probably be demanded again.
+        """
         self._now += 1
+        self._decodes = decodes
         prefetcher, controller = self._prefetcher, self._controller
         if prefetcher is None or controller is None or self._now % CONTROL_STEPS:
             return
@@ -360,7 +366,8 @@ class Scheduler:
         Each absent expert is copied once, and while one wave is computed the next is on its way;
         behind the last one come the first of the next layer's, if nearly all are demanded anyway.
         What is resident stays so: a prompt reads every expert once, like a scan, and must not push
-        out what decoding uses. Only empty slots take newcomers, the most demanded first.
+        out what decoding uses. Only empty slots take newcomers, the most demanded first; in a step
+        that decodes, so do the slots of experts that it does not demand.
         Each wave must be computed, on the compute stream, before the next one is asked for.
         """
         layer = self._layers[layer_idx]
@@ -426,25 +433,25 @@ class Scheduler:
     def _plan_wide(
         self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
     ) -> WidePlan:
-        """Mark the residents used, give empty slots to the most demanded of the absent."""
+        """Plan what has room among the slots (`SlotTable.plan_wide`), and start its copies."""
         host_ids, _ = self._read(layer, topk_ids, guesses)
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
             self._prefetcher.observe(layer.layer_idx, host_ids)
         demanded = host_ids.ravel()
-        hits, absent = layer.table.touch(demanded, self._now)
+        plan, streamed = layer.table.plan_wide(demanded, self._now, evict=self._decodes)
         self._count_step(layer)
-        if absent.size:
+        if plan.loads.size + streamed.size:
             self._count_miss()
-        tokens_of = np.bincount(demanded[demanded >= 0], minlength=layer.store.num_experts)
-        absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
-        admitted, slots = layer.table.place_free(absent, self._now)
+        if self._prefetcher is not None:
+            self._prefetcher.join(layer.layer_idx, plan)
+        layer.is_stale |= bool(plan.late.size)
         into_slots: CopyTicket | None = None
-        if admitted.size:
-            into_slots = self._copy(layer, admitted, layer.buffers, slots)
+        if plan.loads.size:
+            into_slots = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
         return WidePlan(
-            streamed=absent[admitted.size :],
-            has_residents=bool(hits.size + admitted.size),
+            streamed=streamed,
+            has_residents=bool(plan.hits.size + plan.loads.size + plan.late.size),
             into_slots=into_slots,
             is_broad=is_broad(np.unique(demanded[demanded >= 0]).size, layer.store.num_experts),
         )

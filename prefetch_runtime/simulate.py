@@ -252,10 +252,12 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
     totals = _Totals()
     for now, (start, stop) in enumerate(pairwise(bounds), start=1):
         rows = slice(start, stop)
+        in_step = trace.sequence[rows]
+        decodes = len(np.unique(in_step)) == len(in_step)
         count = min(settings.max_forecast, settings.widen * trace.top_k * (stop - start))
         for layer_idx, layer in enumerate(layers):
             topk_ids = trace.topk[rows, layer_idx]
-            is_wide = _demand(layer, topk_ids, now, settings, totals)
+            is_wide = _demand(layer, topk_ids, now, settings, totals, decodes=decodes)
             if predictor is None:
                 continue
             predictor.observe(layer_idx, topk_ids)
@@ -383,7 +385,13 @@ def _uses(
 
 
 def _demand(
-    layer: _Layer, topk_ids: IdArray, now: int, settings: SimulationSettings, totals: _Totals
+    layer: _Layer,
+    topk_ids: IdArray,
+    now: int,
+    settings: SimulationSettings,
+    totals: _Totals,
+    *,
+    decodes: bool,
 ) -> bool:
     """End the layer's prefetches and serve its demand. Returns whether the step is wide."""
     table, expert_bytes = layer.table, settings.expert_bytes
@@ -404,10 +412,8 @@ def _demand(
             totals.lost += len(lost)
             totals.lost_bytes += sum(copied[e] for e in lost)
     if is_wide and settings.wide_steps == "expert":
-        _, absent = table.touch(topk_ids, now)
-        tokens_of = np.bincount(topk_ids.ravel(), minlength=table.num_experts)
-        table.place_free(absent[np.argsort(-tokens_of[absent], kind="stable")], now)
-        needed = float(absent.size * expert_bytes)
+        wide, streamed = table.plan_wide(topk_ids, now, evict=decodes)
+        needed = float((wide.loads.size + wide.late.size + streamed.size) * expert_bytes)
     else:
         runs = cut_by_token(topk_ids, table.num_slots) if is_wide else [slice(None)]
         needed = 0.0

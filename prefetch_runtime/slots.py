@@ -57,6 +57,15 @@ class SlotPlan(NamedTuple):
     """
 
 
+class WideSlotPlan(NamedTuple):
+    """What a demand does that may be wider than the slots."""
+
+    plan: SlotPlan
+    """Of those that have a slot."""
+    streamed: IntArray
+    """The others, most often named first."""
+
+
 @dataclass(slots=True)
 class SlotCounters:
     """Unique experts per demand, not assignments. hits + late + misses = demanded experts.
@@ -224,22 +233,27 @@ class SlotTable:
         self.counters.misses += absent.size
         return hits, absent
 
-    def place_free(self, expert_ids: npt.ArrayLike, now: int) -> tuple[IntArray, IntArray]:
-        """Give experts, in the given order, the empty slots in ascending order; evict nothing.
+    def plan_wide(self, expert_ids: npt.ArrayLike, now: int, *, evict: bool) -> WideSlotPlan:
+        """Plan what has room of a demand that may be wider than the slots; the rest streams past.
 
-        Returns (experts placed, their slots). Resident and in-flight experts, duplicates, -1 and
-        what no empty slot is left for are skipped. The placed are mapped and count as demanded at
-        `now`; the counters do not change.
+        The demanded residents stay. The absent, most often named first, take the empty slots and,
+        with `evict`, those of experts that this demand does not name. A prompt reads its experts
+        once, like a scan, and shall evict nothing; a wide decode batch will ask for most of its
+        experts again. Otherwise as `plan`, but for any number of experts.
         """
-        named = self._in_order(expert_ids)
-        clock = self._advance(now)
-        absent = (self.mapping[named] < 0) & (self._reserved[named] < 0)
-        wanted = named[absent]
-        free = np.flatnonzero(self.owner < 0)[: wanted.size].astype(np.int32)
-        placed = wanted[: free.size]
-        self._place(placed, free, clock)
-        self._mark_demanded(free, now)
-        return placed, free
+        demanded = self._unique(expert_ids)
+        named = _integers(expert_ids).ravel()
+        tokens_of = np.bincount(named[named >= 0], minlength=self.num_experts)
+        is_resident = self.mapping[demanded] >= 0
+        resident, absent = demanded[is_resident], demanded[~is_resident]
+        absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
+        taken = resident.size if evict else np.count_nonzero(self.owner >= 0)
+        room = self.num_slots - int(taken)
+        plan = self.plan(np.concatenate([resident, absent[:room]]), now)
+        streamed = absent[room:]
+        if streamed.size:
+            self.touch(streamed, now)  # heard by the policy, counted as missed
+        return WideSlotPlan(plan, streamed)
 
     def reserve(self, forecast: npt.ArrayLike, now: int, limit: int) -> tuple[IntArray, IntArray]:
         """Reserve slots for at most `limit` absent experts, in forecast order (best first).

@@ -10,8 +10,9 @@ from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import HostCopier
 from prefetch_runtime.device_scheduler import DeviceScheduler
 from prefetch_runtime.host_store import HostStore, RecordLayout
-from prefetch_runtime.scheduler import Scheduler
+from prefetch_runtime.scheduler import LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
+from prefetch_runtime.staging import StagingRing
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 2, 12, 5, 2
@@ -66,6 +67,56 @@ def test_it_decides_what_the_host_decides(policy: str) -> None:
     for ours, theirs in zip(device.stats().layers, host.stats().layers, strict=True):
         for counter in ("hits", "misses", "evictions", "bytes_copied"):
             assert getattr(ours, counter) == getattr(theirs, counter)
+    assert device.stats().total("evictions") > 0
+
+
+def _with_ring(kind: type[Scheduler]) -> type[Scheduler]:
+    """A scheduler whose staging ring has two rows a half, as on a CUDA device, here on the CPU."""
+
+    class WithRing(kind):  # type: ignore[valid-type,misc]
+        def _staging_of(self, _: LayerCache) -> StagingRing:
+            if not self._staging:
+                halves = [SlotBuffers(2, LAYOUT, CPU) for _ in range(2)]
+                self._staging[()] = StagingRing(halves)
+            return self._staging[()]
+
+    return WithRing
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru"])
+def test_wide_steps_are_what_they_are_on_the_host(policy: str) -> None:
+    host = _build(_with_ring(Scheduler), policy=policy)
+    device = _build(_with_ring(DeviceScheduler), policy=policy)
+    chosen = np.random.default_rng(3)
+    for step in range(24):
+        host.begin_step(decodes=step % 3 > 0)
+        device.begin_step(decodes=step % 3 > 0)
+        width = int(chosen.integers(4, NUM_EXPERTS + 1)) if step % 4 else NUM_EXPERTS
+        for layer_idx in range(NUM_LAYERS):
+            experts = chosen.choice(NUM_EXPERTS, width, replace=False)
+            ids = torch.from_numpy(np.resize(experts, (NUM_EXPERTS // 2, 2)).astype(np.int32))
+            waves = zip(
+                host.expert_waves(layer_idx, ids),
+                device.expert_waves(layer_idx, ids),
+                strict=True,
+            )
+            computed = torch.zeros(ids.shape, dtype=torch.int64)
+            for ours, theirs in waves:
+                assert torch.equal(ours.expert_map, theirs.expert_map)
+                assert ours.is_last == theirs.is_last
+                rows = theirs.expert_map[ids.long()]
+                computed += rows >= 0
+                store = device.layer(layer_idx).store
+                for expert in torch.where(theirs.expert_map >= 0)[0].tolist():
+                    for name in ("w13_weight", "w2_weight"):
+                        row = theirs.buffers.tensors[name][int(theirs.expert_map[expert])]
+                        assert torch.equal(row, store.tensor(name)[expert])
+            assert torch.equal(computed, torch.ones_like(computed)), "each (token, k) once"
+        assert audit(device) == []
+        assert audit(host) == []
+    for ours, theirs in zip(device.stats().layers, host.stats().layers, strict=True):
+        for counter in ("hits", "misses", "evictions", "waves", "bytes_copied"):
+            assert getattr(ours, counter) == getattr(theirs, counter), counter
     assert device.stats().total("evictions") > 0
 
 

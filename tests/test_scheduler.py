@@ -242,6 +242,23 @@ def test_a_prompt_does_not_push_out_what_was_resident() -> None:
     assert cache.scheduler.stats().layers[0].evictions == 0
 
 
+def test_a_wide_batch_that_decodes_takes_the_slots_that_it_does_not_need() -> None:
+    cache, copier = _ring_cache()
+    _step(cache, [0, 1, 2, 3])
+    cache.scheduler.begin_step(decodes=True)
+    # 0 and 1 stay; 7 is demanded by three tokens, 5 by two, the others by one.
+    waves = _run_waves(cache, _ids([0, 7], [1, 7], [5, 7], [5, 4], [6, 8]), copier.log)
+    assert waves == [("slots", [0, 1, 5, 7]), ("ring", [4, 6]), ("ring", [8])]
+    assert audit(cache.scheduler) == []
+    stats = cache.scheduler.stats().layers[0]
+    assert (stats.hits, stats.misses, stats.evictions) == (2, 4 + 5, 2)
+    assert stats.bytes_copied == (4 + 5) * LAYOUT.payload_bytes, "each expert once"
+    cache.scheduler.begin_step(decodes=True)
+    copier.jobs.clear()
+    _run_waves(cache, _ids([0, 7], [1, 7], [5, 7], [5, 4], [6, 8]), copier.log)
+    assert sum(map(len, copier.jobs)) == 3, "what it asks for most is there"
+
+
 def test_empty_slots_are_filled_first_with_the_most_demanded() -> None:
     cache, copier = _ring_cache(num_slots=3)
     _step(cache, [11, 11])
@@ -423,8 +440,8 @@ def test_what_was_sent_ahead_before_a_step_broke_off_is_not_taken_for_another_la
 def test_waves_of_any_layers_compute_every_row_once(steps: list[list[set[int]]]) -> None:
     copier = RecordingCopier()
     cache = small_cache(10, 3, num_layers=3, copier=copier, scheduler_class=RingScheduler)
-    for step in steps:
-        cache.scheduler.begin_step()
+    for index, step in enumerate(steps):
+        cache.scheduler.begin_step(decodes=index % 2 == 0)
         for layer_idx, demanded in enumerate(step):
             _run_waves(cache, _ids(sorted(demanded)), copier.log, layer_idx)
             assert audit(cache.scheduler) == []

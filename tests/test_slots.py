@@ -130,12 +130,14 @@ class _NaiveTable:
         known = {-1, *self.slot_of, *self.reserved}
         return [e for e in dict.fromkeys(ids) if e not in known]
 
-    def place_free(self, ids: list[int], now: int):
-        pairs = list(zip(self._wanted(ids), self._empty(), strict=False))
-        for expert, slot in pairs:
-            self._insert(expert, slot, now)
-            self.demanded[expert] = now
-        return [[e for e, _ in pairs], [s for _, s in pairs]]
+    def plan_wide(self, ids: list[int], now: int, evict: bool):
+        demanded = sorted({e for e in ids if e >= 0})
+        resident = [e for e in demanded if e in self.slot_of]
+        absent = sorted((e for e in demanded if e not in resident), key=lambda e: -ids.count(e))
+        room = self.num_slots - len(resident) if evict else len(self._empty())
+        plan = self.plan(resident + absent[:room], now)
+        self.touch(absent[room:], now)
+        return [*plan, absent[room:]]
 
     def reserve(self, ids: list[int], now: int, limit: int):
         experts, slots = [], []
@@ -205,11 +207,12 @@ class SlotTableMachine(RuleBasedStateMachine):
         parts = self.table.touch(ids, self.now)
         assert [part.tolist() for part in parts] == self.naive.touch(ids, self.now)
 
-    @rule(data=st.data())
-    def place_free(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), evict=st.booleans())
+    def plan_wide(self, data: st.DataObject, evict: bool) -> None:
         ids = self._ids(data)
-        parts = self.table.place_free(ids, self.now)
-        assert [part.tolist() for part in parts] == self.naive.place_free(ids, self.now)
+        plan, streamed = self.table.plan_wide(ids, self.now, evict=evict)
+        found = [part.tolist() for part in (*plan, streamed)]
+        assert found == self.naive.plan_wide(ids, self.now, evict)
 
     @rule(data=st.data(), limit=st.integers(0, 5))
     def reserve(self, data: st.DataObject, limit: int) -> None:
@@ -278,7 +281,7 @@ def test_bad_ids_are_refused_and_change_nothing(ids, message: str) -> None:
     for call in (
         lambda: table.plan(ids, 6),
         lambda: table.touch(ids, 6),
-        lambda: table.place_free(ids, 6),
+        lambda: table.plan_wide(ids, 6, evict=True),
         lambda: table.reserve(ids, 6, 2),
         lambda: table.commit(ids, 6),
         lambda: table.cancel(ids),
@@ -308,7 +311,7 @@ def test_time_must_not_run_backwards() -> None:
     for call in (
         lambda: table.plan([1], 4),
         lambda: table.touch([1], 4),
-        lambda: table.place_free([1], 4),
+        lambda: table.plan_wide([1], 4, evict=True),
         lambda: table.reserve([1], 4, 1),
     ):
         with pytest.raises(ValueError, match="backwards: now=4 after 5"):
@@ -463,13 +466,37 @@ def test_touch_takes_more_experts_than_slots_and_keeps_them_from_eviction() -> N
     assert table.plan([4, 5], 3).evicted.tolist() == [1, 2]
 
 
-def test_placing_into_free_slots_evicts_nothing() -> None:
+def test_a_demand_wider_than_the_slots_evicts_only_what_it_does_not_name() -> None:
     table = _table()
-    table.plan([0, 1], 1)
-    placed, slots = table.place_free([7, 0, 7, 5, 6], 2)
-    assert (placed.tolist(), slots.tolist()) == ([7, 5], [2, 3])
-    assert table.mapping[[0, 1]].tolist() == [0, 1]
-    assert table.place_free([6], 3)[0].size == 0
+    table.plan([0, 1, 2], 1)
+    # 0 is resident and stays; 7 is named twice, the others once; 1 and 2 are not named.
+    plan, streamed = table.plan_wide([[7, 0], [7, 5], [6, 4], [3, -1]], 2, evict=True)
+    assert plan.hits.tolist() == [0]
+    assert plan.loads.tolist() == [3, 4, 7]
+    assert sorted(plan.evicted.tolist()) == [-1, 1, 2]
+    assert streamed.tolist() == [5, 6]
+    assert table.mapping[0] == 0
+    assert (table.counters.hits, table.counters.misses) == (1, 3 + 5)
+
+
+def test_a_prompt_takes_empty_slots_only_most_often_named_first() -> None:
+    table = _table()
+    table.plan([0, 1, 2], 1)
+    plan, streamed = table.plan_wide([[7, 0], [7, 5], [6, 4], [3, -1]], 2, evict=False)
+    assert (plan.hits.tolist(), plan.loads.tolist(), plan.evicted.tolist()) == ([0], [7], [-1])
+    assert streamed.tolist() == [3, 4, 5, 6]
+    assert (table.counters.hits, table.counters.misses) == (1, 3 + 5)
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_a_demand_of_every_expert_evicts_nothing(evict: bool) -> None:
+    table = _table()
+    table.plan([4, 5, 6, 7], 1)
+    plan, streamed = table.plan_wide(range(8), 2, evict=evict)
+    assert plan.hits.tolist() == [4, 5, 6, 7]
+    assert plan.loads.size == 0
+    assert streamed.tolist() == [0, 1, 2, 3]
+    assert table.counters.evictions == 0
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

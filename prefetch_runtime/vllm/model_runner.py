@@ -63,7 +63,8 @@ class PrefetchModelRunner:
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """One engine step: the clock moves before the first layer runs."""
-        self.scheduler.begin_step()
+        tokens = getattr(args[0] if args else None, "num_scheduled_tokens", None) or {}
+        self.scheduler.begin_step(decodes=max(tokens.values(), default=0) == 1)
         result = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         if self.scheduler.recorder is not None:
             self.scheduler.recorder.end_step(self._requests(args[0] if args else None))
