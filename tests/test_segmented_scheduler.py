@@ -145,18 +145,33 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         torch.cuda.synchronize()
 
 
-def toy_on(device: torch.device, num_slots: int, **more: Any) -> Toy:
-    return Toy(device, num_slots, make_graph=ReplayedOps if device == CPU else None, **more)
+MakeToy = Callable[..., Toy]
+
+
+@pytest.fixture
+def make_toy(device: torch.device) -> Iterator[MakeToy]:
+    """Makes a `Toy` on the device; every one is closed in the end, so that its pages are let go."""
+    made: list[Toy] = []
+
+    def make(num_slots: int, **more: Any) -> Toy:
+        on_cpu = device == CPU
+        made.append(Toy(device, num_slots, make_graph=ReplayedOps if on_cpu else None, **more))
+        return made[-1]
+
+    yield make
+    for toy in made:
+        toy.captures.close()
+        toy.scheduler.close()
 
 
 @pytest.mark.parametrize("num_slots", [4, 8, 16])
 @pytest.mark.parametrize("predictor", ["none", "next_gate", "transition", "previous_token"])
 def test_every_replay_computes_with_the_experts_that_it_routes_to(
-    num_slots: int, predictor: str, device: torch.device
+    num_slots: int, predictor: str, make_toy: MakeToy
 ) -> None:
     shape = PredictorShape(num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
     chosen = None if predictor == "none" else create_predictor(predictor, shape)
-    toy = toy_on(device, num_slots, predictor=chosen)
+    toy = make_toy(num_slots, predictor=chosen)
     graph, output = toy.capture()
     assert graph.num_segments == LAYERS + 1
     demanded = 0
@@ -173,12 +188,12 @@ def test_every_replay_computes_with_the_experts_that_it_routes_to(
     assert stats.total("evictions") > 0 or num_slots == EXPERTS
     assert (stats.total("prefetched") > 0) == (predictor != "none")
     assert audit(toy.scheduler) == []
-    toy.captures.close()
-    toy.scheduler.close()
 
 
-def test_replays_and_wide_eager_steps_share_the_slots(device: torch.device) -> None:
-    toy = toy_on(device, 6)
+def test_replays_and_wide_eager_steps_share_the_slots(
+    make_toy: MakeToy, device: torch.device
+) -> None:
+    toy = make_toy(6)
     graph, output = toy.capture()
     wide = torch.arange(EXPERTS, dtype=torch.int32, device=device).view(8, 2)
     for x, routing in routings(10):
@@ -196,8 +211,8 @@ def test_replays_and_wide_eager_steps_share_the_slots(device: torch.device) -> N
     assert audit(toy.scheduler) == []
 
 
-def test_padding_rows_demand_nothing(device: torch.device) -> None:
-    toy = toy_on(device, 4)
+def test_padding_rows_demand_nothing(make_toy: MakeToy) -> None:
+    toy = make_toy(4)
     graph, output = toy.capture()
     for at, (x, routing) in enumerate(routings(8)):
         toy.load(x, routing, padding=[1])
@@ -210,8 +225,8 @@ def test_padding_rows_demand_nothing(device: torch.device) -> None:
         assert counts[1] - counts[0] == LAYERS * TOP_K, f"step {at}"
 
 
-def test_a_trace_is_recorded_from_replays(device: torch.device) -> None:
-    toy = toy_on(device, 4)
+def test_a_trace_is_recorded_from_replays(make_toy: MakeToy) -> None:
+    toy = make_toy(4)
     graph, _ = toy.capture()
     toy.scheduler.recorder = TraceRecorder(LAYERS, EXPERTS, max_tokens=100)
     wanted = []
@@ -226,8 +241,8 @@ def test_a_trace_is_recorded_from_replays(device: torch.device) -> None:
     assert seen.tolist() == wanted
 
 
-def test_a_failed_copy_ends_the_replay_and_every_later_one(device: torch.device) -> None:
-    toy = toy_on(device, 4)
+def test_a_failed_copy_ends_the_replay_and_every_later_one(make_toy: MakeToy) -> None:
+    toy = make_toy(4)
     graph, _ = toy.capture()
     copier: Any = toy.scheduler._copier
     copier.close()
@@ -237,8 +252,8 @@ def test_a_failed_copy_ends_the_replay_and_every_later_one(device: torch.device)
             graph.replay()
 
 
-def test_after_the_cache_is_closed_nothing_is_replayed(device: torch.device) -> None:
-    toy = toy_on(device, 4)
+def test_after_the_cache_is_closed_nothing_is_replayed(make_toy: MakeToy) -> None:
+    toy = make_toy(4)
     graph, _ = toy.capture()
     other, _ = toy.capture()
     toy.captures.close()
@@ -247,8 +262,10 @@ def test_after_the_cache_is_closed_nothing_is_replayed(device: torch.device) -> 
     assert other.is_closed
 
 
-def test_a_scheduler_that_is_closed_under_a_graph_says_so(device: torch.device) -> None:
-    toy = toy_on(device, 4)
+def test_a_scheduler_that_is_closed_under_a_graph_says_so(
+    make_toy: MakeToy, device: torch.device
+) -> None:
+    toy = make_toy(4)
     graph, _ = toy.capture()
     toy.scheduler.close()
     with pytest.raises(RuntimeError, match="expert cache is closed; graphs"):
