@@ -286,20 +286,32 @@ def generate_command(
 def demo(
     model: Annotated[str, typer.Option(help="The model to run.")] = "models/tiny-moe",
     slots: Annotated[int, typer.Option(min=1, help="Slots per layer of the cached run.")] = 8,
+    predictor: Annotated[
+        str, typer.Option("--predictor", help="Guesses the next layer's experts; none: nothing.")
+    ] = "next_gate",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     log: Annotated[Path, typer.Option(help="Where the engines' output goes.")] = Path(
         "prefetch-runtime-demo.log"
     ),
 ) -> None:
     """Generate from the cache, then with every expert resident, and compare the tokens."""
-    _check_model(model, PrefetchConfig(slots_per_layer=slots))
+    _check_model(
+        model, PrefetchConfig.from_mapping({"slots_per_layer": slots, "predictor": predictor})
+    )
     with err.status("starting vLLM") as status:
 
         def stage(what: str) -> None:
             status.update(f"generating {what}")
             err.print(f"generating {what} (engine log: {log})")
 
-        result = run_demo(model, slots=slots, max_tokens=max_tokens, log=log, on_stage=stage)
+        result = run_demo(
+            model,
+            slots=slots,
+            predictor=predictor,
+            max_tokens=max_tokens,
+            log=log,
+            on_stage=stage,
+        )
     _print_texts(result.prompts, result.cached.texts)
     if result.cached.stats is not None:
         out.print(stats_table(result.cached.stats))
@@ -327,41 +339,40 @@ def stats_table(stats: RuntimeStats) -> Table:
     if stats.total("prefetched"):
         counters[2:2] = ["late", "prefetched", "prefetch_used", "prefetch_dropped"]
     short = {
+        "misses": "miss",
         "evictions": "evict",
         "prefetched": "guess",
         "prefetch_used": "used",
         "prefetch_dropped": "drop",
     }
-    for column in (
-        "layer",
-        "slots",
-        "hits %",
-        *(short.get(c, c) for c in counters),
-        "MiB",
-        "stall ms",
-    ):
+    names = (short.get(counter, counter) for counter in counters)
+    for column in ("layer", "slots", "hit %", *names, "MiB", "stall"):
         table.add_column(column, justify="right")
 
     def copied(nbytes: int) -> str:
-        return f"{nbytes / 2**20:.1f}"
+        mebibytes = nbytes / 2**20
+        return f"{mebibytes:.1f}" if mebibytes < 1000 else f"{mebibytes:.0f}"
+
+    def waited(seconds: float) -> str:
+        return f"{seconds * 1e3:.1f}ms" if seconds < 0.1 else f"{seconds:.2f}s"
 
     for layer in stats.layers:
         table.add_row(
             str(layer.layer_idx),
             f"{layer.num_slots}/{layer.num_experts}",
-            f"{layer.hit_rate:.1%}",
+            f"{100 * layer.hit_rate:.1f}",
             *(str(getattr(layer, counter)) for counter in counters),
             copied(layer.bytes_copied + layer.bytes_prefetched),
-            f"{layer.stall_seconds * 1e3:.1f}",
+            waited(layer.stall_seconds),
         )
     table.add_section()
     table.add_row(
         "all",
         "",
-        f"{stats.hit_rate:.1%}",
+        f"{100 * stats.hit_rate:.1f}",
         *(str(stats.total(counter)) for counter in counters),
         copied(stats.total("bytes_copied") + stats.total("bytes_prefetched")),
-        f"{stats.stall_seconds * 1e3:.1f}",
+        waited(stats.stall_seconds),
     )
     return table
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefetch_runtime.offline import WORKER_CLS, Generation, empty_log, generate
 
@@ -53,6 +54,7 @@ def run_demo(
     model: str,
     *,
     slots: int,
+    predictor: str = "next_gate",
     max_tokens: int,
     log: Path,
     on_stage: Callable[[str], None],
@@ -64,9 +66,11 @@ def run_demo(
         GenerationError: one of the runs failed.
     """
     empty_log(log)
-    options = {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True, "seed": 0}
+    # Two sequences at a time: with all four a step would need more experts than there are slots,
+    # and nothing is predicted then.
+    options = {"max_model_len": 512, "max_num_seqs": 2, "enforce_eager": True, "seed": 0}
 
-    def go(settings: dict[str, int] | None) -> Generation:
+    def go(settings: dict[str, Any] | None) -> Generation:
         return generate(
             model,
             PROMPTS,
@@ -79,6 +83,6 @@ def run_demo(
         )
 
     on_stage(f"from the cache, {slots} slots per layer")
-    cached = go({"slots_per_layer": slots})
+    cached = go({"slots_per_layer": slots, "predictor": predictor})
     on_stage("with every expert resident, vLLM alone")
     return DemoResult(PROMPTS, cached, go(None))

@@ -56,7 +56,7 @@ def test_the_second_run_has_none_of_our_settings(
     log.write_text("of an earlier run")
     result = run_demo("m", slots=8, max_tokens=5, log=log, on_stage=stages.append)
     cached, resident = calls
-    assert cached["settings"] == {"slots_per_layer": 8}
+    assert cached["settings"] == {"slots_per_layer": 8, "predictor": "next_gate"}
     assert resident["settings"] is None
     same = [{key: call[key] for key in call if key != "settings"} for call in calls]
     assert same[0] == same[1]

@@ -39,6 +39,10 @@ def test_the_verdict_is_yes(demo: Callable[[], tuple[int, list[str]]]) -> None:
     assert lines[-1] == f"identical: yes, {4 * TOKENS} tokens"
     assert status == 0
     assert any("8/32" in line for line in lines), "the counters are printed"
+    heads = next(line.split() for line in lines if "layer" in line and "stall" in line)
+    total = next(line.split() for line in lines if line.strip().startswith("all"))
+    used = heads.index("used") - len(heads)
+    assert int(total[used]) > 0, "prefetched experts are demanded"
 
 
 def test_a_wrong_mapping_makes_the_verdict_no_and_the_exit_status_1(
