@@ -30,8 +30,8 @@ SERVED_FORMATS = (
 """Formats of experts that this version's worker serves; it refuses the others at start."""
 
 CAVEAT = (
-    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200, where they were up to 35 % "
-    "off."
+    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 20 % in mode full, up "
+    "to 35 % off in mode eager, which the host bounds."
 )
 
 out = Console(highlight=False)

@@ -956,6 +956,8 @@ class TestReport:
         table = report.markdown(report.as_json(done), short=True)
         assert "| batch 1 | batch 8 | batch 32 |" in table
         assert "Compared" not in table
+        assert "| offloader |" not in table
+        assert "Without figures: offloader (timeout)." in table
 
     def test_the_script_puts_the_table_between_its_marks(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

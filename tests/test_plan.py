@@ -161,6 +161,40 @@ class TestEstimate:
         step_ms = estimate.resident_ms + estimate.copy_ms
         assert step_ms == pytest.approx(measured_ms, rel=0.35)
 
+    @pytest.mark.parametrize(
+        ("batch", "slots", "demanded", "absent", "measured_ms"),
+        [
+            (1, 128, 8.0, 0.0, 1.43),
+            (2, 128, 14.0, 0.0, 2.11),
+            (4, 128, 23.7, 0.0, 2.39),
+            (8, 128, 37.0, 0.0, 2.64),
+            (16, 128, 55.3, 0.0, 3.37),
+            (32, 128, 77.0, 0.0, 4.10),
+            (1, 64, 8.0, 0.51, 3.03),
+            (2, 64, 14.0, 1.07, 4.78),
+            (4, 64, 23.7, 3.14, 11.42),
+            (8, 64, 37.0, 7.39, 24.52),
+            (16, 64, 55.3, 16.85, 84.22),
+            (32, 64, 77.0, 28.99, 112.98),
+            (1, 32, 8.0, 1.37, 5.49),
+            (2, 32, 14.0, 3.62, 12.56),
+            (4, 32, 23.6, 8.94, 28.23),
+            (8, 32, 37.4, 19.25, 84.72),
+            (16, 32, 55.5, 33.06, 119.86),
+            (32, 32, 77.3, 50.84, 171.96),
+        ],
+    )
+    def test_a_bench_run_in_mode_full_is_met_within_20_percent(
+        self, batch: int, slots: int, demanded: float, absent: float, measured_ms: float
+    ) -> None:
+        """16 layers, calibrated routing, one H200: benchmarks/README.md."""
+        gpu = typical_gpu(141, memory_gbs=4060, link_gbs=54.7)
+        work = Workload(context=288, batch=batch, mode="full")
+        rates = Fixed(demanded, 1 - absent / demanded)
+        estimate = Planner(QWEN_16_LAYERS, gpu, work, rates).estimate(slots)
+        step_ms = estimate.resident_ms + estimate.copy_ms
+        assert step_ms == pytest.approx(measured_ms, rel=0.2)
+
 
 def test_the_page_shows_what_is_computed() -> None:
     page = (ROOT / "docs" / "choosing-slots.md").read_text()

@@ -117,7 +117,7 @@ def run_case(
     error = next((e for e in events if e["event"] == "error"), None)
     ended = any(e["event"] == "end" for e in events)
     if status is None:
-        verdict, reason = "timeout", f"time limit of {limit_s:g} s reached while {stage}"
+        verdict, reason = "timeout", f"time limit of {seconds_of(limit_s)} reached while {stage}"
     elif error is not None:
         verdict, reason = "failed", f"while {error['stage']}: {plain(str(error['message']))}"
     elif not ended:
@@ -201,6 +201,11 @@ def _events(path: Path) -> list[dict[str, Any]]:
             with suppress(json.JSONDecodeError):
                 events.append(json.loads(line))
     return events
+
+
+def seconds_of(limit_s: float) -> str:
+    """A time limit, without digits that nobody asked for."""
+    return f"{limit_s:.0f} s" if limit_s >= 10 else f"{limit_s:g} s"
 
 
 def plain(message: str) -> str:

@@ -1,7 +1,6 @@
 """Prints a measurement on 80 columns, and writes it as JSON and as a table for a README."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +75,8 @@ def machine_line(environment: Mapping[str, Any]) -> str:
         if versions.get(name):
             parts.append(f"{name} {versions[name]}")
     commit = environment.get("commit")
-    changed = " (changed)" if environment.get("changed") else ""
-    if commit:
-        parts.append(f"commit {commit[:10]}{changed}")
+    if commit and not environment.get("changed"):  # else it is not what ran
+        parts.append(f"commit {commit[:10]}")
     parts.append(f"code {environment.get('code')}")
     return ", ".join(parts)
 
@@ -223,20 +221,24 @@ def markdown(results: Mapping[str, Any], *, short: bool = False) -> str:
     batches = sorted(results["configuration"]["batches"])
     if short:
         batches = sorted({batches[0], batches[len(batches) // 2], batches[-1]})
-    best: dict[tuple[int | None, int], float] = {}
+    best: dict[tuple[int | None, int], list[float]] = {}
     for row in rows:
         if row["status"] == "ok" and row["slots"] is not None:
             place = (row["slots"], row["batch"])
-            best[place] = min(best.get(place, math.inf), row["step_ms"])
+            best.setdefault(place, []).append(row["step_ms"])
     lines = [
         "| engine | slots | experts on the GPU, GiB | "
         + " | ".join(f"batch {batch}" for batch in batches)
         + " |",
         "| --- |" + " ---: |" * (len(batches) + 2),
     ]
+    left_out = []
     for case in _by_case(rows):
         by_batch = {row["batch"]: row for row in case}
         good = [row for row in case if row["status"] == "ok"]
+        if short and not good:
+            left_out.append(f"{case[0]['engine']} ({case[0]['status']})")
+            continue
         size = f"{good[-1]['expert_gib']:.1f}" if good and "expert_gib" in good[-1] else ""
         cells = [_cell(by_batch.get(batch), best) for batch in batches]
         slots = _slots(case[0], all_of="all")
@@ -248,7 +250,8 @@ def markdown(results: Mapping[str, Any], *, short: bool = False) -> str:
             *lines,
             "",
             "Median decode step in ms; in brackets what `prefetch-runtime plan` expects, and hits. "
-            "Bold: the fastest with so many slots.",
+            "Bold: the fastest of those with as many slots."
+            + (f" Without figures: {', '.join(left_out)}." if left_out else ""),
             *(["", "Compared, by the median step:", "", *compared] if compared else []),
             *(["", "Without figures:", "", *reasons] if reasons else []),
             "",
@@ -256,11 +259,12 @@ def markdown(results: Mapping[str, Any], *, short: bool = False) -> str:
     )
 
 
-def _cell(row: Row | None, best: Mapping[tuple[int | None, int], float]) -> str:
+def _cell(row: Row | None, best: Mapping[tuple[int | None, int], list[float]]) -> str:
     if row is None or row["status"] != "ok":
         return "" if row is None else row["status"]
     text = _ms(row["step_ms"])
-    if best.get((row["slots"], row["batch"])) == row["step_ms"]:
+    rivals = best.get((row["slots"], row["batch"]), [])
+    if len(rivals) > 1 and min(rivals) == row["step_ms"]:
         text = f"**{text}**"
     more = []
     if "plan_step_ms" in row:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prefetch_runtime.bench.child import run_process
+from prefetch_runtime.bench.child import run_process, seconds_of
 from prefetch_runtime.bench.config import BenchConfig, Server
 
 _ANSWER_S = 10.0
@@ -68,7 +68,7 @@ def measure(
         with suppress(OSError, ValueError):
             found = json.loads(Path(folder, "result.json").read_text())
     if status is None:
-        return {"status": "timeout", "reason": f"time limit of {limit_s:g} s reached"}
+        return {"status": "timeout", "reason": f"time limit of {seconds_of(limit_s)} reached"}
     if status != 0 or not found:
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or [""]
         reason = f"`vllm bench serve` ended with status {status}: {last[0][:200]} (log: {log})"
