@@ -17,16 +17,25 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import config as moe
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import marlin_utils
+from vllm.v1.worker import workspace
 
+from prefetch_runtime.audit import audit
+from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_store import HostStore, LayerStore
+from prefetch_runtime.provider import CachedWeightProvider
+from prefetch_runtime.scheduler import Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
-from prefetch_runtime.vllm.kernels import FORMATS, check_kernel
+from prefetch_runtime.vllm.kernels import FORMATS, RowKeeper, check_kernel
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
+from prefetch_runtime.vllm.marlin import MarlinBlocks
+from prefetch_runtime.vllm.routed_experts import PrefetchRoutedExperts
 from prefetch_runtime.vllm.seats import Seats, fields_in_use
+from tests.engine.test_marlin import aligned
 from tests.helpers.checkpoints import FORMATS as CHECKPOINTS
 from tests.helpers.checkpoints import GROUP
 
@@ -176,9 +185,12 @@ METHODS: Mapping[str, Make] = {
 }
 
 
-def layer_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+def layer_of(
+    name: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """A layer of E experts before its weights are made, and what they are made with."""
-    layer: Any = torch.nn.Module()
+    layer: Any = object.__new__(PrefetchRoutedExperts) if ours else torch.nn.Module()
+    torch.nn.Module.__init__(layer)
     layer.layer_name = "model.layers.0.mlp.experts"
     layer.moe_config = moe_config(
         **({"has_bias": True, "activation": MoEActivation.SWIGLUOAI} if name == "mxfp4" else {})
@@ -189,6 +201,7 @@ def layer_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str,
     layer.apply_router_weight_on_input = False
     layer.activation = layer.moe_config.activation
     layer._expert_routing_tables = lambda: None
+    layer.rocm_aiter_fmoe_enabled, layer._expert_map = False, None
     layer._loaded_expert_biases = set()
     layer.quant_method = METHODS[name](layer, monkeypatch)
     arguments = {
@@ -228,10 +241,10 @@ def whole(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def chunked(
-    name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, LayerStore, SlotBuffers]:
-    """The same in chunks, and its records and slots."""
-    layer, arguments = layer_of(name, monkeypatch)
+    name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch, *, ours: bool = False
+) -> tuple[Any, LayerStore, SlotBuffers, HostStore]:
+    """The same in chunks, its records and slots, and what owns them."""
+    layer, arguments = layer_of(name, monkeypatch, ours=ours)
     host_store = HostStore()
     store = create_on_host(
         layer.quant_method.create_weights, layer, layer_idx=0, num_experts=E,
@@ -243,7 +256,7 @@ def chunked(
         num_slots=num_slots, device=torch.device("cpu"), host_store=host_store,
         in_use=fields_in_use,
     )  # fmt: skip
-    return layer, final, buffers
+    return layer, final, buffers, host_store
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,7 +269,7 @@ def test_records_are_the_rows_of_a_whole_layer(
     name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = whole(name, monkeypatch)
-    layer, store, buffers = chunked(name, num_slots, monkeypatch)
+    layer, store, buffers, _ = chunked(name, num_slots, monkeypatch)
     fields = {field.name for field in store.layout.fields}
     per_expert = {
         key: parameter.data
@@ -278,7 +291,7 @@ def test_records_are_the_rows_of_a_whole_layer(
 def test_the_kernel_is_served_and_holds_slots_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, store, buffers = chunked(name, 3, monkeypatch)
+    layer, store, buffers, _ = chunked(name, 3, monkeypatch)
     assert type(layer.quant_method).__name__ in FORMATS
     check_kernel("l", layer.quant_method)
     seats = Seats(layer, buffers.tensors)
@@ -298,7 +311,7 @@ def test_the_kernel_is_served_and_holds_slots_alone(
 def test_an_experts_record_is_as_large_as_its_format(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, store, _ = chunked(name, 3, monkeypatch)
+    _, store, _, _ = chunked(name, 3, monkeypatch)
     weights = 3 * HIDDEN * INTERMEDIATE * CHECKPOINTS[name].bits / 8
     biases = (2 * INTERMEDIATE + HIDDEN) * 2 if name == "mxfp4" else 0
     assert weights < store.layout.payload_bytes <= 1.2 * weights + biases
@@ -307,7 +320,7 @@ def test_an_experts_record_is_as_large_as_its_format(
 def test_static_activation_scales_are_the_largest_of_all_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer, _, buffers = chunked("fp8-static", 3, monkeypatch)
+    layer, _, buffers, _ = chunked("fp8-static", 3, monkeypatch)
     raw, arguments = layer_of("fp8-static", monkeypatch)
     raw.quant_method.create_weights(layer=raw, **arguments)
     fill(raw)
@@ -315,3 +328,138 @@ def test_static_activation_scales_are_the_largest_of_all_experts(
     assert scales[:3].max() < scales.max(), "the first chunk alone would have found another"
     assert layer.w13_input_scale == scales.max()
     assert "w13_input_scale" not in buffers.tensors
+
+
+# Marlin, from the router's ids to the sum, with an emulated launch
+
+
+MARLIN = [name for name in METHODS if CHECKPOINTS[name].backend == "marlin"]
+TOP_K = 2
+
+
+def digest(*tensors: torch.Tensor | None) -> float:
+    """A number of at most one that every byte of an expert's tensors weighs on."""
+    total = 0
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            raw = as_bytes(tensor).to(torch.int64)
+            total += int((raw * (torch.arange(raw.numel()) % 1021 + index + 1)).sum())
+    return total % 9973 / 9973
+
+
+def launch(**given: Any) -> torch.Tensor:
+    """In place of Marlin: rows that depend on the expert's bytes, the block's place, and on how
+    many blocks there are."""
+    hidden, size, top_k = given["hidden_states"], given["block_size_m"], given["num_topk"]
+    out = torch.full((hidden.shape[0] * top_k, hidden.shape[1]), torch.nan)
+    of_expert = ("w1", "w2", "w1_scale", "w2_scale", "w1_zeros", "w2_zeros", "bias1", "bias2")
+    blocks = int(given["num_tokens_post_padded"]) // size
+    for block in range(blocks):
+        row = int(given["expert_ids"][block])
+        assert row >= 0
+        held = [None if given[name] is None else given[name][row] for name in of_expert]
+        factor = digest(*held) + block / 64 + blocks / 512
+        for at in given["sorted_token_ids"][block * size : (block + 1) * size].tolist():
+            if at < out.shape[0]:
+                weight = float(given["topk_weights"].flatten()[at])
+                out[at] = hidden[at // top_k].float() * factor * weight
+    return out.to(hidden.dtype)
+
+
+def moe_sum(rows: torch.Tensor, output: torch.Tensor, *_: Any) -> None:
+    assert not rows.isnan().any(), "every row has been computed"
+    output.copy_(rows.float().sum(1))
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marlin_moe, "_fused_marlin_moe", launch)
+    monkeypatch.setattr(marlin_moe, "moe_align_block_size", aligned)
+    monkeypatch.setattr(ops, "moe_sum", moe_sum)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)
+    workspace.init_workspace_manager(torch.device("cpu"))
+
+
+def served(name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A layer of ours on its slots, set up as on a GPU."""
+    layer, store, buffers, host_store = chunked(name, num_slots, monkeypatch, ours=True)
+    scheduler = Scheduler(
+        copier=create_copier(torch.device("cpu")), host_store=host_store,
+        device=torch.device("cpu"), id_for_padding=0,
+    )  # fmt: skip
+    scheduler.add_layer(0, "l", store, buffers)
+    layer.top_k = TOP_K
+    layer._cache_layer_idx = 0
+    layer._cache_engine = SimpleNamespace(
+        scheduler=scheduler, routed=lambda _, ids: ids, padding=lambda _: None,
+        guesses=lambda *_: None,
+    )  # fmt: skip
+    layer._experts = check_kernel("l", layer.quant_method)
+    layer._seats = Seats(layer, buffers.tensors)
+    layer._tuned = None
+    layer._blocks = MarlinBlocks(layer._experts, E, TOP_K)
+    layer._rows = RowKeeper(layer._experts, torch.empty(64, TOP_K, HIDDEN, dtype=torch.bfloat16))
+    layer._cache_provider = CachedWeightProvider(scheduler, 0)
+    return layer
+
+
+def steps() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(x, weights, ids) of steps of 1 to 60 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    for tokens in (1, 1, 60, 2, 1, 17, 1):
+        scores = torch.rand(tokens, E, generator=generator)
+        weights, ids = scores.topk(TOP_K)
+        x = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
+        yield x, weights, ids.to(torch.int32)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("num_slots", [TOP_K, 5, E])
+@pytest.mark.parametrize("name", MARLIN)
+def test_marlin_on_slots_gives_the_rows_of_the_resident_layer(
+    name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = whole(name, monkeypatch)
+    resident.expert_map = None
+    layer = served(name, num_slots, monkeypatch)
+    scheduler = layer._cache_engine.scheduler
+    seen = 0
+    with torch.inference_mode():
+        for x, weights, ids in steps():
+            expected = resident.quant_method.apply(
+                layer=resident, x=x, topk_weights=weights, topk_ids=ids,
+                shared_experts=None, shared_experts_input=None,
+            )  # fmt: skip
+            ours = layer.forward_modular(
+                x=x, topk_weights=weights, topk_ids=ids,
+                shared_experts=None, shared_experts_input=None,
+            )  # fmt: skip
+            assert torch.equal(as_bytes(ours), as_bytes(expected))
+            assert expected.abs().sum() > 0
+            assert audit(scheduler) == []
+            seen += 1
+    assert seen == 7
+    if num_slots < E:
+        assert scheduler.stats().layers[0].misses > num_slots
+        assert scheduler.stats().layers[0].waves > seen, "wide steps ran in waves"
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_emulated_launch_notices_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks in the order of slots are what a renaming of ids alone would give.
+    resident = whole("gptq", monkeypatch)
+    resident.expert_map = None
+    layer = served("gptq", 5, monkeypatch)
+    monkeypatch.setattr(layer, "_blocks", None)
+    x = torch.randn(2, HIDDEN).to(torch.bfloat16)
+    more = {
+        "x": x, "topk_weights": torch.ones(2, TOP_K),
+        "shared_experts": None, "shared_experts_input": None,
+    }  # fmt: skip
+    first = torch.tensor([[9, 4], [9, 4]], dtype=torch.int32)
+    ids = torch.tensor([[7, 2], [9, 4]], dtype=torch.int32)
+    with torch.inference_mode():
+        layer.forward_modular(topk_ids=first, **more)
+        ours = layer.forward_modular(topk_ids=ids, **more)
+        expected = resident.quant_method.apply(layer=resident, topk_ids=ids, **more)
+    assert not torch.equal(ours, expected)
