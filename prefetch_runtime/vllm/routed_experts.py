@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -14,6 +15,7 @@ from prefetch_runtime.scheduler import Guesses
 from prefetch_runtime.vllm.checkpoint import LoadedExperts, needed_of
 from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
 from prefetch_runtime.vllm.kernels import (
+    NOT_COMPARED,
     ROWS_BY_BLOCK,
     RowKeeper,
     TunedConfigs,
@@ -24,6 +26,8 @@ from prefetch_runtime.vllm.kernels import (
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
 from prefetch_runtime.vllm.marlin import MarlinBlocks, with_spare
 from prefetch_runtime.vllm.seats import Seats, fields_in_use
+
+logger = init_logger(__name__)
 
 REPLACED = "RoutedExperts"
 OF_MODELS = {"GptOssRoutedExperts": "vllm.model_executor.models.gpt_oss"}
@@ -173,6 +177,13 @@ class PrefetchRoutedExperts(RoutedExperts):
         )
         self._cache_store = store
         self._experts = check_kernel(self.layer_name, self.quant_method)
+        method = type(self.quant_method).__name__
+        if self._is_first and engine.device.type == "cuda" and method in NOT_COMPARED:
+            logger.warning(
+                "Expert cache: outputs of %s have not been compared with resident experts on a "
+                "GPU yet; its kernel's have, in other formats",
+                method,
+            )
         self._seats = Seats(self, buffers.tensors)
         engine.scheduler.add_layer(
             self._cache_layer_idx, self.layer_name, store, buffers, expert_map=self.expert_map

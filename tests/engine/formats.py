@@ -43,6 +43,9 @@ GRAPHS = {
         "cudagraph_capture_sizes": SIZES,
     }
 }
+V2_FAMILIES = ("qwen2", "deepseek")
+"""Families that vLLM 0.26 runs with its V2 runner."""
+
 TOKENS = 24 if torch.cuda.is_available() else 6
 # Fewer than 1,024 assignments a step: vLLM sorts those in one order, larger steps in another each
 # time, and Marlin's bits follow the order.
@@ -126,12 +129,13 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
         "eager": {**common, "enforce_eager": True},
         "graphs": {**common, **GRAPHS},
     }
+    held = {"holds_graphs": True} if case.family in V2_FAMILIES else {}
     engines = []
     for kind in sorted({REFERENCE[mode] for mode in modes}):
         widest = sorted({case.widest(case.slots(which)) for which in slots})
-        more = {"widest": widest} if kind == "graphs" else {}
+        more = {"widest": widest, **held} if kind == "graphs" else {}
         engines.append(engine(f"{kind}/alone", RUNS, llm=kinds[kind], limit_s=240, **more))
-        again = {"widest": widest[-1:]} if kind == "graphs" else {}
+        again = {"widest": widest[-1:], **held} if kind == "graphs" else {}
         if on_gpu:
             engines.append(engine(f"{kind}/again", RUNS, llm=kinds[kind], **again))
     for mode in modes:
@@ -141,6 +145,7 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
                 RUNS,
                 {"slots_per_layer": case.slots(which), "mode": mode},
                 llm=kinds[REFERENCE[mode]],
+                **(held if REFERENCE[mode] == "graphs" else {}),
             )
             for which in slots
         )

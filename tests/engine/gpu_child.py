@@ -6,7 +6,8 @@ The spec is {"engines": [...], "steps": most steps of a run, or 0}. An engine is
 {arguments of vllm.LLM}, "runs": [...], "limit_s": seconds}, and may have "widest": [most tokens
 that a replayed batch may have, one round of the runs for each], "memory_gib": what the process may
 allocate, "layers": MoE layers that are recorded by hooks, "mislead": true to falsify the mapping
-after the runs, "weights": "random" for a shape without weights.
+after the runs, "weights": "random" for a shape without weights,
+"holds_graphs": true for a second engine with graphs of vLLM's V2 runner.
 
 A run is {"name", "prompts": [[token]], "max_tokens"}, or {"name", "requests": [[step, [token],
 max_tokens]]} for requests that arrive while others are under way. It is greedy, or samples at its
@@ -339,11 +340,30 @@ def at_most(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+_held: list[tuple[Any, torch.Tensor]] = []
+
+
+def hold_graph_pool() -> None:
+    """Keep one small graph in vLLM's pool of graphs, which all engines of a process share.
+
+    vLLM's V2 runner gives its graphs up with its engine; torch then refuses the pool to the next.
+    """
+    from vllm.platforms import current_platform
+
+    if not _held:
+        graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+        with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool()):
+            number.add_(1)
+        _held.append((graph, number))
+
+
 def run_engine(engine: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Start one engine, run what the spec says, shut it down."""
     from vllm import LLM
 
     is_cuda = torch.cuda.is_available()
+    if is_cuda and engine.get("holds_graphs"):
+        hold_graph_pool()
     total = torch.cuda.get_device_properties(0).total_memory if is_cuda else 0
     if is_cuda:
         share = engine["memory_gib"] * 2**30 / total if "memory_gib" in engine else 1.0

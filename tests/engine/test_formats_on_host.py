@@ -180,6 +180,7 @@ METHODS: Mapping[str, Make] = {
     "ct-int4": make_compressed_int4("ct-int4"),
     "ct-int4-zeros": make_compressed_int4("ct-int4-zeros"),
     "gptq": make_packed("gptq", "auto_gptq", "AutoGPTQConfig", "AutoGPTQMoEMethod"),
+    "gptq-8": make_packed("gptq-8", "auto_gptq", "AutoGPTQConfig", "AutoGPTQMoEMethod"),
     "awq": make_packed("awq", "auto_awq", "AutoAWQConfig", "AutoAWQMoEMethod"),
     "mxfp4": make_mxfp4,
 }

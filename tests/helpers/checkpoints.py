@@ -99,10 +99,11 @@ def _int4(
 
 
 def pack(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """int32 with eight values of 0 to 15 each along `dim`, the first in the lowest bits."""
+    """int32 with as many values each along `dim` as `order` has, the first in the lowest bits."""
     moved = values.movedim(dim, -1).to(torch.int64)
-    eights = moved.reshape(*moved.shape[:-1], -1, 8)
-    packed = sum(eights[..., place] << (4 * index) for index, place in enumerate(order))
+    groups = moved.reshape(*moved.shape[:-1], -1, len(order))
+    bits = 32 // len(order)
+    packed = sum(groups[..., place] << (bits * index) for index, place in enumerate(order))
     assert isinstance(packed, torch.Tensor)
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
     return packed.to(torch.int32).movedim(-1, dim).contiguous()
@@ -132,6 +133,20 @@ def gptq(weight: torch.Tensor) -> Tensors:
     return {
         "qweight": pack(values.t(), 0),
         "qzeros": pack(zeros.t() - 1, 1),
+        "scales": scale.t().contiguous(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
+    }
+
+
+def gptq_8(weight: torch.Tensor) -> Tensors:
+    groups = weight.float().view(weight.shape[0], -1, GROUP)
+    scale = (groups.abs().amax(2) / 127).to(torch.bfloat16)
+    values = (groups / scale.float().unsqueeze(2)).round() + 128
+    values = values.clamp(0, 255).to(torch.int32).view(weight.shape)
+    zeros, fours = torch.full(scale.shape, 127, dtype=torch.int32), tuple(range(4))
+    return {
+        "qweight": pack(values.t(), 0, fours),
+        "qzeros": pack(zeros.t(), 1, fours),
         "scales": scale.t().contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
     }
@@ -209,6 +224,14 @@ def _compressed(
 FP8 = {"num_bits": 8, "type": "float"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 BLOCK = [128, 128]
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": False,
+}
 
 
 @dataclass(frozen=True)
@@ -279,17 +302,11 @@ FORMATS = {
         Format(
             "gptq",
             gptq,
-            {
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": GROUP,
-                "desc_act": False,
-                "sym": True,
-                "lm_head": False,
-            },
+            GPTQ,
             "marlin",
             4,
         ),
+        Format("gptq-8", gptq_8, {**GPTQ, "bits": 8}, "marlin", 8),
         Format(
             "awq",
             awq,
