@@ -30,7 +30,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
+    model: Annotated[
+        str, typer.Argument(help="A model folder, a name on the hub, or a named shape.")
+    ],
     gpu_gib: Annotated[
         float | None,
         typer.Option(metavar="GIB", help="Size of the GPU; else this machine's, else a table."),

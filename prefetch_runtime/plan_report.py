@@ -13,6 +13,7 @@ from prefetch_runtime.doctor import Machine, Report
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
 from prefetch_runtime.plan import Estimate, Plan, Planner, rounded
+from prefetch_runtime.shapes import SHAPES
 
 SERVED_FORMATS = (
     "bfloat16",
@@ -237,11 +238,12 @@ def _print_assumptions(planners: Sequence[Planner]) -> None:
 def _command(model: str, planner: Planner, plan: Plan) -> str:
     workload = planner.workload
     rest = f"--max-model-len {workload.context} --max-num-seqs {workload.batch}"
+    model = "MODEL" if model in SHAPES else shlex.quote(model)  # a shape has no weights to serve
     if plan.all_fit:
-        return f"vllm serve {shlex.quote(model)} {rest}"
+        return f"vllm serve {model} {rest}"
     mode = " --prefetch-mode eager" if workload.mode == "eager" else ""
     size = f"--moe-expert-cache-size {plan.memory.slots_per_layer}"
-    return f"prefetch-runtime serve {shlex.quote(model)} {size}{mode} {rest}"
+    return f"prefetch-runtime serve {model} {size}{mode} {rest}"
 
 
 def _facts(machine: Machine) -> Iterator[tuple[str, str]]:

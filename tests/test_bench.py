@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from prefetch_runtime import cli
 from prefetch_runtime.bench import child, environment, plots, report, servers
 from prefetch_runtime.bench import session as sessions
 from prefetch_runtime.bench.cases import (
@@ -50,6 +51,7 @@ from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.shapes import shape_config
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = str(ROOT / "models" / "tiny-moe")
 H200: dict[str, Any] = {
     "code": "abc",
     "commit": None,
@@ -762,6 +764,8 @@ class TestSession:
             ({"model": "models/tiny-moe"}, "only a named shape can be cut"),
             ({"slots": [4]}, "choose between 8 and 128"),
             ({"routing": "none.npz"}, "routing: "),
+            ({"prompt_file": "a.txt"}, "has no tokenizer"),
+            ({"model": TINY, "layers": None, "slots": [8], "prompt_file": "x"}, "no file 'x'"),
         ],
     )
     def test_what_cannot_be_is_refused_before_anything_runs(
@@ -1018,6 +1022,114 @@ class TestReport:
         done = self.results()
         done.rows = done.rows[-1:]
         assert plots.draw(report.as_json(done), tmp_path) == []
+
+
+class TestCommand:
+    """`prefetch-runtime bench` as it is called."""
+
+    @pytest.fixture
+    def run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> Callable[..., tuple[int, str, str]]:
+        monkeypatch.setattr(environment, "look_around", lambda: copy.deepcopy(H200))
+        monkeypatch.chdir(tmp_path)
+
+        def go(*arguments: str) -> tuple[int, str, str]:
+            monkeypatch.setattr(sys, "argv", ["prefetch-runtime", "bench", *arguments])
+            status: Any = 0
+            try:
+                cli.main()
+            except SystemExit as end:
+                status = end.code or 0
+            captured = capsys.readouterr()
+            return int(status), captured.out, captured.err
+
+        return go
+
+    SMALL = ("--model", "qwen3-30b-a3b", "--layers", "8", "--batches", "1", "--slots", "50%")
+
+    def test_a_run_ends_with_tables_and_files(
+        self, run: Callable[..., tuple[int, str, str]], fake: list[dict[str, Any]]
+    ) -> None:
+        status, out, err = run(*self.SMALL, "--engines", "resident,full+next_gate", "--out", "o")
+        assert status == 0
+        assert "measuring full+next_gate:64, batch 1" in err
+        assert "8 of 48 layers" in out
+        assert len(fake) == 2
+        assert {p.name for p in Path("o").iterdir()} == {
+            *("rows.jsonl", "results.json", "steps.png", "parts.png"),
+        }
+        status, out, _ = run(*self.SMALL, "--engines", "resident", "--out", "o", "--json")
+        assert status == 0
+        assert json.loads(out)["rows"][0]["status"] == "ok"
+
+    def test_options_take_the_place_of_the_file(
+        self, run: Callable[..., tuple[int, str, str]], fake: list[dict[str, Any]]
+    ) -> None:
+        file = str(ROOT / "benchmarks" / "qwen3-30b-a3b.toml")
+        arguments = ["--engines", "resident", "--batches", "2", "--routing", "uniform"]
+        assert run(file, *arguments)[0] == 0
+        assert [spec["batches"] for spec in fake] == [[2]]
+
+    def test_nothing_measured_is_status_1(
+        self, run: Callable[..., tuple[int, str, str]], fake: list[dict[str, Any]]
+    ) -> None:
+        assert fake == []
+        status, out, _ = run(*self.SMALL, "--engines", "uva")
+        assert status == 1
+        assert "failed: while loading: RuntimeError: no uva" in out
+
+    def test_an_interrupt_is_status_130(
+        self, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sessions, "run_case", _interrupt)
+        status, out, _ = run(*self.SMALL, "--engines", "resident")
+        assert status == 130
+        assert "interrupted; run the same command again" in out
+
+    def test_a_full_disk_at_the_end_is_said_and_the_table_is_there(
+        self,
+        run: Callable[..., tuple[int, str, str]],
+        fake: list[dict[str, Any]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(plots, "draw", full)
+        monkeypatch.setattr(report, "save_json", lambda *_: "results.json could not be written")
+        status, out, _ = run(*self.SMALL, "--engines", "resident")
+        assert status == 1
+        assert len(fake) == 1
+        assert "no plots: [Errno 28] No space left on device" in out
+        assert "results.json could not be written" in out
+        assert "resident" in out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "say what to measure"),
+            (["none.toml"], "there is no configuration file 'none.toml'"),
+            (["--model", "qwen3-30b-a3b", "--minutes", "-1"], "--minutes must be positive"),
+            (["--model", "qwen3-30b-a3b", "--engines", "ful"], "did you mean 'full'"),
+            (["--model", "qwen3-30b-a3b", "--slots", "few"], "neither a number of experts"),
+            (["--model", "qwen3-30b-a3b", "--batches", "x"], "batches.0"),
+            (["--model", "qwen3-30b-a3b", "--out", "/proc/none"], "--out: cannot write"),
+            (["--url", "localhost:8000", "--served-model", "m"], "--url must look like"),
+            (["--url", "http://localhost:8000"], "--url needs --served-model"),
+            (["--model", "./none"], "there is no model folder"),
+        ],
+        ids=lambda value: str(value)[:50],
+    )
+    def test_what_is_wrong_is_one_line_and_status_2(
+        self, arguments: list[str], message: str, run: Callable[..., tuple[int, str, str]]
+    ) -> None:
+        status, out, err = run(*arguments)
+        assert status == 2
+        assert out == ""
+        assert err.splitlines()[-1].startswith("error: ")
+        assert message in err
+        assert "Traceback" not in err
 
 
 class TestEnvironment:

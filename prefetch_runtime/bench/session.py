@@ -34,6 +34,9 @@ from prefetch_runtime.plan import Gpu, Planner, Workload
 from prefetch_runtime.shapes import SHAPES, shape_config
 from prefetch_runtime.trace import Trace
 
+MAX_TEXT_BYTES = 64 << 20
+"""Of a file that prompts are cut from."""
+
 NOT_MEASURED = (
     "Whether the outputs are right: tests/engine compares them, a timed run does not.",
     "Requests that come and go: each batch starts together, and decodes side by side.",
@@ -109,6 +112,7 @@ class Session:
         self.cases = [] if sizes is None else cases_of(config, sizes)
         self.trace: Trace | None = None if sizes is None else make_routing(config, sizes)
         self._sizes = sizes
+        _check_prompts(config)
         self.store = RowStore(folder, identity(environment), fresh=fresh, any_code=any_code)
         self._random_weights = config.model in SHAPES
         self._digests = {
@@ -444,6 +448,19 @@ def batched(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
     """The cases, so many at a time."""
     for start in range(0, len(cases), size):
         yield cases[start : start + size]
+
+
+def _check_prompts(config: BenchConfig) -> None:
+    """Raise ConfigError for a text that no engine could read."""
+    if config.prompt_file is None or not config.engines:
+        return
+    if config.model in SHAPES:
+        raise ConfigError(f"prompt_file: the shape {config.model!r} has no tokenizer; leave it out")
+    path = Path(config.prompt_file)
+    if not path.is_file():
+        raise ConfigError(f"prompt_file: there is no file {config.prompt_file!r}")
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise ConfigError(f"prompt_file: more than {MAX_TEXT_BYTES >> 20} MiB of text")
 
 
 def _vocabulary(declared: dict[str, Any]) -> int:
