@@ -37,7 +37,7 @@ from prefetch_runtime.vllm.routed_experts import PrefetchRoutedExperts
 from prefetch_runtime.vllm.seats import Seats, fields_in_use
 from tests.engine.test_marlin import aligned
 from tests.helpers.checkpoints import FORMATS as CHECKPOINTS
-from tests.helpers.checkpoints import GROUP
+from tests.helpers.checkpoints import GPTQ, GROUP
 
 pytestmark = pytest.mark.engine
 
@@ -169,7 +169,19 @@ def make_mxfp4(layer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module.GptOssMxfp4MoEMethod(layer.moe_config)
 
 
+def make_act_order(layer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module(f"{QUANTISATION}.auto_gptq")
+    _choose(monkeypatch, module, int_wna16.WNA16MoEBackend.MARLIN, MarlinExperts)
+    try:
+        config = module.AutoGPTQConfig.from_config({**GPTQ, "desc_act": True})
+    except ValueError as error:
+        pytest.skip(f"this vLLM: {error}")
+    return module.AutoGPTQMoEMethod(config, layer.moe_config)
+
+
+ACT_ORDER = "gptq-act-order"
 METHODS: Mapping[str, Make] = {
+    ACT_ORDER: make_act_order,
     "fp8-static": make_fp8("static", None, "TRITON"),
     "fp8-dynamic-marlin": make_fp8("dynamic", None, "MARLIN"),
     "fp8-block": make_fp8("dynamic", [128, 128], "TRITON"),
@@ -219,6 +231,7 @@ def fill(layer: Any) -> None:
     for name, parameter in sorted(layer._parameters.items()):
         if parameter is None or parameter.dim() == 0 or parameter.shape[0] != E:
             continue
+        torch.manual_seed(len(name) + parameter.numel())
         generator = torch.Generator().manual_seed(len(name) + parameter.numel())
         values = torch.rand(parameter.shape, generator=generator)
         if parameter.dtype.is_floating_point:
@@ -227,9 +240,9 @@ def fill(layer: Any) -> None:
             parameter.data.copy_((values * 100 + 80).to(torch.uint8))
         else:
             parameter.data.copy_((values * 2**31).to(parameter.dtype))
-        if "g_idx" in name:
-            columns = torch.arange(parameter.shape[1], dtype=torch.int32)
-            parameter.data.copy_(columns // GROUP if "sort" not in name else columns)
+        if "g_idx" in name:  # another order of the groups in every expert
+            orders = torch.stack([torch.randperm(parameter.shape[1]) for _ in range(E)])
+            parameter.data.copy_(orders // GROUP)
 
 
 def whole(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -308,7 +321,7 @@ def test_the_kernel_is_served_and_holds_slots_alone(
     assert (layer.local_num_experts, layer.moe_config.num_experts) == (E, E)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != ACT_ORDER])
 def test_an_experts_record_is_as_large_as_its_format(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,17 +347,16 @@ def test_static_activation_scales_are_the_largest_of_all_experts(
 # Marlin, from the router's ids to the sum, with an emulated launch
 
 
-MARLIN = [name for name in METHODS if CHECKPOINTS[name].backend == "marlin"]
+MARLIN = [name for name in METHODS if name == ACT_ORDER or CHECKPOINTS[name].backend == "marlin"]
 TOP_K = 2
 
 
-def digest(*tensors: torch.Tensor | None) -> float:
+def digest(*tensors: torch.Tensor) -> float:
     """A number of at most one that every byte of an expert's tensors weighs on."""
     total = 0
     for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            raw = as_bytes(tensor).to(torch.int64)
-            total += int((raw * (torch.arange(raw.numel()) % 1021 + index + 1)).sum())
+        raw = as_bytes(tensor).to(torch.int64)
+        total += int((raw * (torch.arange(raw.numel()) % 1021 + index + 1)).sum())
     return total % 9973 / 9973
 
 
@@ -353,12 +365,14 @@ def launch(**given: Any) -> torch.Tensor:
     many blocks there are."""
     hidden, size, top_k = given["hidden_states"], given["block_size_m"], given["num_topk"]
     out = torch.full((hidden.shape[0] * top_k, hidden.shape[1]), torch.nan)
-    of_expert = ("w1", "w2", "w1_scale", "w2_scale", "w1_zeros", "w2_zeros", "bias1", "bias2")
+    of_expert = ("w1", "w2", "w1_scale", "w2_scale", "w1_zeros", "w2_zeros", "bias1", "bias2",
+                 "g_idx1", "g_idx2", "sort_indices1", "sort_indices2")  # fmt: skip
     blocks = int(given["num_tokens_post_padded"]) // size
     for block in range(blocks):
         row = int(given["expert_ids"][block])
         assert row >= 0
-        held = [None if given[name] is None else given[name][row] for name in of_expert]
+        tensors = [given.get(name) for name in of_expert]
+        held = [t[row] for t in tensors if t is not None and t.numel()]
         factor = digest(*held) + block / 64 + blocks / 512
         for at in given["sorted_token_ids"][block * size : (block + 1) * size].tolist():
             if at < out.shape[0]:
