@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 from benchmarks.reference import differences
 from prefetch_runtime.stats import RuntimeStats
 from tests.engine.gpu_runs import Plan, batch, engine, run_plan
+from tests.helpers import checkpoints as writing
 from tests.helpers.checkpoints import FAMILIES, FORMATS, VOCAB, Family, cases, write
 
 MODES = ("eager", "full", "segmented")
@@ -43,7 +45,7 @@ GRAPHS = {
         "cudagraph_capture_sizes": SIZES,
     }
 }
-V2_FAMILIES = ("qwen2", "deepseek")
+V2_FAMILIES = ("qwen2", "deepseek", "deepseek-v3")
 """Families that vLLM 0.26 runs with its V2 runner."""
 
 TOKENS = 24 if torch.cuda.is_available() else 6
@@ -108,9 +110,10 @@ class Cell(NamedTuple):
 
 
 def checkpoints() -> Path:
-    """The folder that checkpoints are kept in."""
+    """The folder that checkpoints are kept in; another one when what writes them has changed."""
     default = Path(tempfile.gettempdir()) / "prefetch-runtime-checkpoints"
-    return Path(os.environ.get(FOLDER_VARIABLE, default))
+    writer = zlib.crc32(Path(writing.__file__).read_bytes())
+    return Path(os.environ.get(FOLDER_VARIABLE, default)) / f"{writer:08x}"
 
 
 def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path) -> Plan:

@@ -471,6 +471,14 @@ def _deepseek(make: Maker, at: str, index: int, how: Format) -> Tensors:
     }
 
 
+def _deepseek_v3(make: Maker, at: str, index: int, how: Format) -> Tensors:
+    made = _deepseek(make, at, index, how)
+    if index == 0:
+        return made
+    bias = make.normal(f"{at}.correction", 16, std=0.05).float()
+    return {**made, f"{at}.mlp.gate.e_score_correction_bias": bias}
+
+
 def _gpt_oss(make: Maker, at: str, index: int, how: Format) -> Tensors:  # noqa: ARG001
     num_experts, moe = 16, f"{at}.mlp"
     made = {
@@ -493,6 +501,26 @@ def _gpt_oss(make: Maker, at: str, index: int, how: Format) -> Tensors:  # noqa:
     return made
 
 
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": HEADS,
+    "intermediate_size": 2 * HIDDEN,
+    "moe_intermediate_size": INTERMEDIATE,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": None,
+    **MLA,
+}
 FAMILIES = {
     one.name: one
     for one in (
@@ -528,29 +556,20 @@ FAMILIES = {
             },
             16, 4, LAYERS, _qwen2,
         ),
+        Family("deepseek", DEEPSEEK, 16, 4, LAYERS - 1, _deepseek),
         Family(
-            "deepseek",
+            "deepseek-v3",
             {
-                "architectures": ["DeepseekV2ForCausalLM"],
-                "model_type": "deepseek_v2",
-                "num_key_value_heads": HEADS,
-                "intermediate_size": 2 * HIDDEN,
-                "moe_intermediate_size": INTERMEDIATE,
-                "n_routed_experts": 16,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 4,
-                "first_k_dense_replace": 1,
-                "moe_layer_freq": 1,
-                "n_group": 4,
-                "topk_group": 2,
-                "topk_method": "group_limited_greedy",
-                "scoring_func": "softmax",
-                "norm_topk_prob": False,
-                "routed_scaling_factor": 1.5,
-                "q_lora_rank": None,
-                **MLA,
+                **DEEPSEEK,
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "model_type": "deepseek_v3",
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "num_nextn_predict_layers": 0,
             },
-            16, 4, LAYERS - 1, _deepseek,
+            16, 4, LAYERS - 1, _deepseek_v3,
         ),
         Family(
             "mixtral",
