@@ -46,7 +46,7 @@ def bench_predictor(benchmark: BenchmarkFixture, name: str) -> None:
 
 
 @pytest.mark.benchmark(group=f"simulate {STEPS} steps x {LAYERS} layers")
-@pytest.mark.parametrize("predictor", ["none", "next_gate"])
+@pytest.mark.parametrize("predictor", ["none", "next_gate", "transition"])
 @pytest.mark.parametrize("policy", ["lru", "lfru", "forecast", "belady"])
 def bench_simulate(benchmark: BenchmarkFixture, policy: str, predictor: str) -> None:
     trace = generate_routing(create_routing_model("qwen3-30b-a3b", num_layers=LAYERS), STEPS)

@@ -87,3 +87,18 @@ def test_a_wait_that_failed_is_not_counted() -> None:
     with pytest.raises(RuntimeError, match="refused"), clock.waiting(0):
         raise RuntimeError("refused")
     assert clock.seconds[0] == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_wait_is_what_the_stream_did_meanwhile() -> None:
+    clock = StallClock(torch.device("cuda"))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1)
+    begin.record()
+    with clock.waiting(2):
+        torch.cuda._sleep(5_000_000)
+    end.record()
+    assert clock.seconds[2] == 0  # nothing waited for it
+    clock.settle()
+    torch.cuda.synchronize()
+    assert 0.001 < clock.seconds[2] <= begin.elapsed_time(end) * 1e-3 + 1e-5
