@@ -34,8 +34,10 @@ class TransitionPredictor:
 
     def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
         self._shape.check_target(layer_idx)
-        ids = evidence.topk_ids[evidence.topk_ids >= 0]
-        followers = self.counts[layer_idx - self._shape.lookahead, ids]
+        ids = evidence.topk_ids.ravel().astype(np.intp)
+        if ids.min(initial=0) < 0:
+            ids = ids[ids >= 0]
+        followers = self.counts[layer_idx - self._shape.lookahead][ids]
         totals = np.maximum(np.add.reduce(followers, axis=1), 1)
         return highest((1 / totals) @ followers, count)
 

@@ -20,7 +20,7 @@ from prefetch_runtime.host_store import LayerStore
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import SlotPlan, SlotTable
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.signedinteger]
 
 MAX_FORECAST = 64
 """Most experts that one prediction names."""

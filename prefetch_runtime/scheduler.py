@@ -27,7 +27,7 @@ from prefetch_runtime.stall_clock import StallClock
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.signedinteger]
 Guesses = Callable[[], torch.Tensor]
 Between = Callable[[Callable[[], None]], None]
 """Calls what it is given: at once, or between the segments of every replay of a capture."""

@@ -198,10 +198,10 @@ class BeladyPolicy(EvictionPolicy):
         """
         self._uses = uses
 
-    def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
+    def hit(self, scores: IntArray, expert_ids: npt.NDArray[np.intp], now: int) -> IntArray:  # noqa: ARG002
         return self.insert(expert_ids, now)
 
-    def insert(self, expert_ids: IntArray, now: int) -> IntArray:
+    def insert(self, expert_ids: npt.NDArray[np.intp], now: int) -> IntArray:
         return np.array([-self._next_use(e, now) for e in expert_ids.tolist()], dtype=np.int32)
 
     def _next_use(self, expert_id: int, now: int) -> int:
@@ -445,7 +445,9 @@ def _prefetch(
 ) -> None:  # fmt: skip
     """Reserve slots for a forecast of the layer, and note how good it is."""
     table = layer.table
-    coming = {expert for expert in truth.ravel().tolist() if table.mapping[expert] < 0}
+    chosen = truth.ravel()
+    slots = table.mapping[chosen].tolist()
+    coming = {e for e, slot in zip(chosen.tolist(), slots, strict=True) if slot < 0}
     totals.absent += len(coming)
     totals.named += len(coming.intersection(forecast))
     if forecast and settings.reserve_limit:

@@ -11,13 +11,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .policies import EMPTY_SCORE, REBASE_SCORE, EvictionPolicy, IntArray, rebase_scores
+from .policies import (
+    EMPTY_SCORE,
+    REBASE_SCORE,
+    EvictionPolicy,
+    IdArray,
+    IntArray,
+    rebase_scores,
+)
 
 _PROTECTED = int(np.iinfo(np.int32).max)  # above every score: never chosen
 _LAST_RESORT = _PROTECTED - 1  # chosen after every resident expert
 
 _FEW = 64  # up to here, a Python set is faster than marking an array
-_NONE = np.empty(0, dtype=np.int32)
+_NONE = np.empty(0, dtype=np.intp)
 _NONE.flags.writeable = False
 
 
@@ -36,21 +43,21 @@ class NotEnoughSlots(RuntimeError):
 
 
 class SlotPlan(NamedTuple):
-    """What one demand needs, all int32. `hits`, `loads` and `late` are disjoint and ascending."""
+    """What one demand needs, all intp. `hits`, `loads` and `late` are disjoint and ascending."""
 
-    hits: IntArray
+    hits: IdArray
     """Demanded experts that are resident."""
-    loads: IntArray
+    loads: IdArray
     """Demanded experts to bring in; mapped already, so their bytes must come before any reader."""
-    load_slots: IntArray
+    load_slots: IdArray
     """The slot of each load."""
-    evicted: IntArray
+    evicted: IdArray
     """The expert that each load displaces, -1 where the slot was empty."""
-    late: IntArray
+    late: IdArray
     """Demanded experts in flight: mapped now, the caller waits for the copy that is under way."""
-    late_slots: IntArray
+    late_slots: IdArray
     """The slot of each late expert."""
-    dropped: IntArray
+    dropped: IdArray
     """Undemanded experts in flight that lost their slot to a load, because no other was left.
 
     They are part of `evicted`. The load's copy must be ordered after the one under way.
@@ -62,7 +69,7 @@ class WideSlotPlan(NamedTuple):
 
     plan: SlotPlan
     """Of those that have a slot."""
-    streamed: IntArray
+    streamed: IdArray
     """The others, most often named first."""
 
 
@@ -101,8 +108,8 @@ class SlotCounters:
 class SlotSnapshot(NamedTuple):
     """Copies of a table's state; later operations do not change them."""
 
-    mapping: IntArray
-    owner: IntArray
+    mapping: IdArray
+    owner: IdArray
     score: IntArray
     in_flight: npt.NDArray[np.bool_]
     counters: SlotCounters
@@ -111,8 +118,8 @@ class SlotSnapshot(NamedTuple):
 class SlotTable:
     """The slots of one layer.
 
-    `mapping` [E] int32: slot of each resident expert, -1 for the others.
-    `owner` [S] int32: expert resident or in flight in each slot, -1 when empty.
+    `mapping` [E] intp: slot of each resident expert, -1 for the others.
+    `owner` [S] intp: expert resident or in flight in each slot, -1 when empty.
     `score` [S] int32: the policy's score, EMPTY_SCORE unless an expert is resident.
     `counters`: what happened since construction or `clear()`.
     Read them freely; only the methods change them. `now` is the step clock of the whole model: at
@@ -134,11 +141,11 @@ class SlotTable:
         self.num_slots = num_slots
         self.policy = policy
         self.layer_idx = layer_idx
-        self._row: IntArray = np.empty(num_experts + 1, dtype=np.int32)  # the last one takes -1
-        self.mapping: IntArray = self._row[:-1]
-        self.owner: IntArray = np.empty(num_slots, dtype=np.int32)
+        self._row: IdArray = np.empty(num_experts + 1, dtype=np.intp)  # the last one takes -1
+        self.mapping: IdArray = self._row[:-1]
+        self.owner: IdArray = np.empty(num_slots, dtype=np.intp)
         self.score: IntArray = np.empty(num_slots, dtype=np.int32)
-        self._reserved: IntArray = np.empty(num_experts, dtype=np.int32)  # slot while in flight
+        self._reserved: IdArray = np.empty(num_experts, dtype=np.intp)  # slot while in flight
         self._in_flight = np.empty(num_slots, dtype=np.bool_)
         self._unused = np.empty(num_slots, dtype=np.bool_)  # prefetched, not demanded yet
         self._demanded_at = np.empty(num_slots, dtype=np.int64)
@@ -198,7 +205,7 @@ class SlotTable:
             key[self._in_flight] = _LAST_RESORT
             key[late_slots] = _PROTECTED
         key[hit_slots] = _PROTECTED
-        load_slots = key.argsort(kind="stable")[: loads.size].astype(np.int32)
+        load_slots = key.argsort(kind="stable")[: loads.size]
 
         if late.size:
             self._land(late, late_slots, clock, now)
@@ -216,7 +223,7 @@ class SlotTable:
         self.counters.misses += loads.size
         return SlotPlan(hits, loads, load_slots, evicted, late, late_slots, dropped)
 
-    def touch(self, expert_ids: npt.ArrayLike, now: int) -> tuple[IntArray, IntArray]:
+    def touch(self, expert_ids: npt.ArrayLike, now: int) -> tuple[IdArray, IdArray]:
         """Mark the residents among the demanded experts as used, and bring nothing in.
 
         Returns (hits, absent), both ascending and unique; `absent` counts as missed and includes
@@ -255,7 +262,7 @@ class SlotTable:
             self.touch(streamed, now)  # heard by the policy, counted as missed
         return WideSlotPlan(plan, streamed)
 
-    def reserve(self, forecast: npt.ArrayLike, now: int, limit: int) -> tuple[IntArray, IntArray]:
+    def reserve(self, forecast: npt.ArrayLike, now: int, limit: int) -> tuple[IdArray, IdArray]:
         """Reserve slots for at most `limit` absent experts, in forecast order (best first).
 
         Returns (experts, their slots). Victims come by lowest (score, slot); slots in flight,
@@ -278,7 +285,7 @@ class SlotTable:
             key[self._in_flight] = _PROTECTED
         if self._last_demand == now:
             key[self._demanded_at == now] = _PROTECTED
-        slots = key.argsort(kind="stable")[: wanted.size].astype(np.int32)
+        slots = key.argsort(kind="stable")[: wanted.size]
         slots = slots[key[slots] != _PROTECTED]
         taken = wanted[: slots.size]
         self._evict(slots, self.owner[slots])
@@ -358,29 +365,29 @@ class SlotTable:
                     f"owner {self.owner}, score {self.score}, counters {counters})"
                 )
 
-    def _unique(self, expert_ids: npt.ArrayLike) -> IntArray:
+    def _unique(self, expert_ids: npt.ArrayLike) -> IdArray:
         """Ascending ids without duplicates and -1."""
         ids = _integers(expert_ids)
         if ids.size > _FEW:
             self._check_range(np.minimum.reduce(ids), np.maximum.reduce(ids))
             marks = self._marks
             marks[ids] = True
-            unique: IntArray = marks[:-1].nonzero()[0].astype(np.int32)
+            unique: IdArray = marks[:-1].nonzero()[0]
             marks[ids] = False
             return unique
         values = sorted(set(ids.tolist()))
         if not values:
             return _NONE
         self._check_range(values[0], values[-1])
-        return np.array(values[1:] if values[0] < 0 else values, dtype=np.int32)
+        return np.array(values[1:] if values[0] < 0 else values, dtype=np.intp)
 
-    def _in_order(self, expert_ids: npt.ArrayLike) -> IntArray:
+    def _in_order(self, expert_ids: npt.ArrayLike) -> IdArray:
         """Ids without duplicates and -1, in the order of their first mention."""
         values = dict.fromkeys(_integers(expert_ids).tolist())
         if values:
             self._check_range(min(values), max(values))
         values.pop(-1, None)
-        return np.array(list(values), dtype=np.int32)
+        return np.array(list(values), dtype=np.intp)
 
     def _check_range(self, low: int, high: int) -> None:
         if low < -1 or high >= self.num_experts:
@@ -389,7 +396,7 @@ class SlotTable:
                 f"has experts 0 to {self.num_experts - 1} (-1 marks padding)"
             )
 
-    def _arriving(self, expert_ids: npt.ArrayLike) -> tuple[IntArray, IntArray]:
+    def _arriving(self, expert_ids: npt.ArrayLike) -> tuple[IdArray, IdArray]:
         """Ascending experts, all in flight, and their slots."""
         ids = self._unique(expert_ids)
         slots = self._reserved[ids]
@@ -409,13 +416,13 @@ class SlotTable:
             clock = 1
         return clock
 
-    def _use(self, hits: IntArray, slots: IntArray, clock: int, now: int) -> None:
+    def _use(self, hits: IdArray, slots: IdArray, clock: int, now: int) -> None:
         self.score[slots] = self.policy.hit(self.score[slots], hits, clock)
         self._mark_demanded(slots, now)
         self.counters.hits += hits.size
         self.counters.prefetch_used += self._clear_unused(slots)
 
-    def _clear_unused(self, slots: IntArray) -> int:
+    def _clear_unused(self, slots: IdArray) -> int:
         """How many of the slots held a prefetch that nothing had demanded; none does now."""
         if not self._num_unused:
             return 0
@@ -425,30 +432,30 @@ class SlotTable:
             self._num_unused -= count
         return count
 
-    def _mark_demanded(self, slots: IntArray, now: int) -> None:
+    def _mark_demanded(self, slots: IdArray, now: int) -> None:
         self._demanded_at[slots] = now
         self._last_demand = now
 
-    def _land(self, late: IntArray, slots: IntArray, clock: int, now: int) -> None:
+    def _land(self, late: IdArray, slots: IdArray, clock: int, now: int) -> None:
         """Map experts that are demanded while in flight."""
         self._end_flight(late, slots)
         self._place(late, slots, clock)
         self._mark_demanded(slots, now)
         self.counters.late += late.size
 
-    def _end_flight(self, expert_ids: IntArray, slots: IntArray) -> None:
+    def _end_flight(self, expert_ids: IdArray, slots: IdArray) -> None:
         """Experts and slots are no longer in flight; who owns the slots is the caller's to set."""
         self._in_flight[slots] = False
         self._reserved[expert_ids] = -1
         self._num_in_flight -= expert_ids.size
 
-    def _evict(self, slots: IntArray, owners: IntArray) -> None:
+    def _evict(self, slots: IdArray, owners: IdArray) -> None:
         """Unmap the owners of the slots, -1 for an empty one; the rest is the caller's to set."""
         self._row[owners] = -1
         self.counters.evictions += int(np.count_nonzero(owners >= 0))
         self.counters.prefetch_dropped += self._clear_unused(slots)
 
-    def _place(self, expert_ids: IntArray, slots: IntArray, clock: int) -> None:
+    def _place(self, expert_ids: IdArray, slots: IdArray, clock: int) -> None:
         """Map experts to slots that hold nothing resident."""
         self.mapping[expert_ids] = slots
         self.owner[slots] = expert_ids

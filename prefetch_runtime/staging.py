@@ -13,7 +13,7 @@ from prefetch_runtime.copier import CopyTicket
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.waves import cut_by_expert
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.signedinteger]
 
 
 @dataclass(slots=True)

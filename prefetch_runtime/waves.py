@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.signedinteger]
 
 
 def cut_by_token(topk_ids: npt.NDArray[np.integer], num_slots: int) -> Iterator[slice]:

@@ -198,7 +198,7 @@ class SlotTableMachine(RuleBasedStateMachine):
             return
         plan = self.table.plan(ids, self.now)
         assert [part.tolist() for part in plan] == self.naive.plan(ids, self.now)
-        assert all(part.dtype == np.int32 for part in plan)
+        assert all(part.dtype == np.intp for part in plan)
         assert all(self.table.mapping[expert] >= 0 for expert in ids if expert >= 0)
 
     @rule(data=st.data())
@@ -376,7 +376,7 @@ def test_wide_demands_are_the_same_set_as_narrow_ones(num_tokens: int) -> None:
     plan = table.plan(ids, 1)
     table.check_integrity()
     assert plan.loads.tolist() == sorted(set(ids.ravel().tolist()) - {-1})
-    assert plan.loads.dtype == np.int32
+    assert plan.loads.dtype == np.intp
     for bad in (-2, 32):
         ids[num_tokens // 2, 3] = bad
         table = _table(32, 24)

@@ -8,6 +8,7 @@ from .base import (
     REBASE_SCORE,
     DeviceForm,
     EvictionPolicy,
+    IdArray,
     IntArray,
     rebase_scores,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceForm",
     "EvictionPolicy",
     "Forecast",
+    "IdArray",
     "IntArray",
     "create_device_form",
     "create_policy",

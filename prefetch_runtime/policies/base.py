@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
+IdArray = npt.NDArray[np.intp]
+"""Experts or slots, in the type that numpy indexes with: others cost several times as much."""
+
 EMPTY_SCORE = int(np.iinfo(np.int32).min)
 """Score of a slot that holds no readable expert: below every score that a policy gives."""
 
@@ -40,22 +43,22 @@ class EvictionPolicy(Protocol):
     units_per_step: ClassVar[int]
     """How much the score of a newly placed expert grows per step of the clock."""
 
-    def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:
+    def hit(self, scores: IntArray, expert_ids: IdArray, now: int) -> IntArray:
         """New scores of demanded experts that are resident; `scores` are their present ones.
 
-        Both arrays are [n] int32 in the same order, each expert once, n may be 0.
+        `scores` [n] int32 and `expert_ids` [n] are in the same order, each expert once, n may be 0.
         """
         ...
 
-    def insert(self, expert_ids: IntArray, now: int) -> IntArray:
+    def insert(self, expert_ids: IdArray, now: int) -> IntArray:
         """Scores [n] int32 of experts that have just been given a slot, demanded or prefetched."""
         ...
 
-    def miss(self, expert_ids: IntArray, now: int) -> None:  # noqa: ARG002
+    def miss(self, expert_ids: IdArray, now: int) -> None:  # noqa: ARG002
         """Hear the demanded experts [n] that are not resident, before any of them is inserted."""
         return None
 
-    def order(self, scores: IntArray, owner: IntArray, now: int) -> IntArray:  # noqa: ARG002
+    def order(self, scores: IntArray, owner: IdArray, now: int) -> IntArray:  # noqa: ARG002
         """A new array [S] int32: the slot with the lowest value is given up first.
 
         For policies whose choice depends on more than each slot's own past; it hears the running

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .base import EMPTY_SCORE, LOWEST_SCORE, EvictionPolicy, IntArray
+from .base import EMPTY_SCORE, LOWEST_SCORE, EvictionPolicy, IdArray, IntArray
 
 HALF_LIFE_STEPS = 12
 UNITS_PER_STEP = 32
@@ -34,7 +34,7 @@ _FULL = 1 << 15  # steps of an expert after which everything learned counts half
 _FARTHEST = 16 * _OCTAVE
 # [score - now + _FARTHEST]: what the score, so far from now, becomes by one more use.
 _DISTANCES = np.arange(-_FARTHEST, _FARTHEST + 1)
-_ONE_MORE = np.rint(_OCTAVE * np.logaddexp2(_DISTANCES / _OCTAVE, 0.0)).astype(np.int32)
+_ONE_MORE = np.rint(_OCTAVE * np.logaddexp2(_DISTANCES / _OCTAVE, 0.0)).astype(np.int64)
 
 Ending = tuple[bytes, ...]
 """One to three demands in a row, sorted, as keys."""
@@ -49,37 +49,40 @@ class Forecast(EvictionPolicy):
     def reset(self, num_experts: int) -> None:
         self._remembered = np.full(num_experts, LOWEST_SCORE, dtype=np.int64)
         self._followed = np.zeros((num_experts, num_experts), dtype=np.float32)  # [e, next f]
+        self._pairs = self._followed.reshape(-1)  # the same memory
         self._steps = np.zeros(num_experts, dtype=np.float32)  # steps that demanded e
         self._all_steps = 0.0
         self._now = 0
-        self._demand: list[IntArray] = []  # of the running step, in parts
-        self._previous = np.empty(0, dtype=np.int32)
+        self._demand: list[IdArray] = []  # of the running step, in parts
+        self._previous = np.empty(0, dtype=np.intp)
         self._missed = np.zeros(num_experts, dtype=np.bool_)
-        self._past: list[IntArray] = []  # demands of the layer's steps
+        self._past: list[IdArray] = []  # demands of the layer's steps
         self._latest: Ending = ()  # of _past
         self._seen_at: dict[Ending, int] = {}  # latest place in _past, of 1 to 3 demands
         self._endings: list[Ending] | None = None  # of the present demand, once computed
         self._gain: npt.NDArray[np.float32] | None = None  # of the present demand, once computed
 
-    def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
+    def hit(self, scores: IntArray, expert_ids: IdArray, now: int) -> IntArray:  # noqa: ARG002
         self._hear(expert_ids, now)
         return self._used(expert_ids, now)
 
-    def miss(self, expert_ids: IntArray, now: int) -> None:
+    def miss(self, expert_ids: IdArray, now: int) -> None:
         self._hear(expert_ids, now)
         self._missed[expert_ids] = True
 
-    def insert(self, expert_ids: IntArray, now: int) -> IntArray:
+    def insert(self, expert_ids: IdArray, now: int) -> IntArray:
         demanded = self._missed[expert_ids]
-        if demanded.all():
+        num_demanded = np.count_nonzero(demanded)
+        if num_demanded == expert_ids.size:
             return self._used(expert_ids, now)
         # A prefetch is as new as a use, but is none.
         recent = np.maximum(self._remembered[expert_ids], now * UNITS_PER_STEP)
-        recent[demanded] = self._used(expert_ids[demanded], now)
+        if num_demanded:
+            recent[demanded] = self._used(expert_ids[demanded], now)
         scores: IntArray = recent.astype(np.int32)
         return scores
 
-    def order(self, scores: IntArray, owner: IntArray, now: int) -> IntArray:
+    def order(self, scores: IntArray, owner: IdArray, now: int) -> IntArray:
         ages = (scores - np.float64(now * UNITS_PER_STEP)) * (1 / _OCTAVE)
         worth = np.exp2(ages) + self._foretold()[owner]
         order: IntArray = (worth * _ORDER_SCALE).astype(np.int32)
@@ -89,23 +92,24 @@ class Forecast(EvictionPolicy):
     def rebase(self, units: int) -> None:
         self._remembered = np.maximum(self._remembered - units, LOWEST_SCORE)
 
-    def _used(self, expert_ids: IntArray, now: int) -> IntArray:
+    def _used(self, expert_ids: IdArray, now: int) -> IntArray:
         """Count a use and remember the score."""
         base = now * UNITS_PER_STEP
-        ahead = np.maximum(self._remembered[expert_ids] - base, -_FARTHEST)
-        scores: IntArray = _ONE_MORE[ahead + _FARTHEST] + np.int32(base)
+        ahead = self._remembered[expert_ids] - (base - _FARTHEST)
+        scores = _ONE_MORE[np.maximum(ahead, 0)] + base
         self._remembered[expert_ids] = scores
         self._missed[expert_ids] = False
-        return scores
+        used: IntArray = scores.astype(np.int32)
+        return used
 
-    def _hear(self, expert_ids: IntArray, now: int) -> None:
+    def _hear(self, expert_ids: IdArray, now: int) -> None:
         """Note a part of a step's demand; learn from the step before when a new one begins."""
         if now != self._now:
             self._now = now
             demand = np.concatenate(self._demand) if self._demand else self._previous
             if self._previous.size and demand.size:
                 pairs = self._previous[:, None] * self._steps.size + demand
-                self._followed.reshape(-1)[pairs] += 1
+                self._pairs[pairs.ravel()] += 1
             if demand.size:
                 self._remember(demand)
             self._steps[demand] += 1
@@ -132,7 +136,7 @@ class Forecast(EvictionPolicy):
             self._add_repeated(self._gain, self._endings)
         return self._gain
 
-    def _remember(self, demand: IntArray) -> None:
+    def _remember(self, demand: IdArray) -> None:
         """The step has ended: note where the demands that it ends were seen last."""
         if len(self._past) >= _FULL:
             self._past.clear()
@@ -157,7 +161,7 @@ class Forecast(EvictionPolicy):
             gain += worth
             return
 
-    def _endings_of(self, demand: IntArray) -> list[Ending]:
+    def _endings_of(self, demand: IdArray) -> list[Ending]:
         """The running step's demand with the two, the one and none before it."""
         longest = (*self._latest, np.sort(demand).tobytes())
         return [longest[-n:] for n in range(len(longest), 0, -1)]

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .base import DeviceForm, EvictionPolicy, IntArray
+from .base import DeviceForm, EvictionPolicy, IdArray, IntArray
 
 tl: Any  # triton.language, once device_form() has been called
 
@@ -38,7 +38,7 @@ class LFRU(EvictionPolicy):
     name: ClassVar[str] = "lfru"
     units_per_step: ClassVar[int] = UNITS_PER_STEP
 
-    def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
+    def hit(self, scores: IntArray, expert_ids: IdArray, now: int) -> IntArray:  # noqa: ARG002
         base = np.int32(now * UNITS_PER_STEP)
         top = np.maximum(scores, base)
         distance = top - np.minimum(scores, base)
@@ -46,7 +46,7 @@ class LFRU(EvictionPolicy):
         gain: IntArray = (2 * OCTAVE - (distance & (OCTAVE - 1))) >> (octaves + 1)
         return top + gain
 
-    def insert(self, expert_ids: IntArray, now: int) -> IntArray:
+    def insert(self, expert_ids: IdArray, now: int) -> IntArray:
         scores = np.empty(len(expert_ids), dtype=np.int32)
         scores.fill(now * UNITS_PER_STEP)
         return scores

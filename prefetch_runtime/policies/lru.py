@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .base import DeviceForm, EvictionPolicy, IntArray
+from .base import DeviceForm, EvictionPolicy, IdArray, IntArray
 
 tl: Any  # triton.language, once device_form() has been called
 
@@ -15,10 +15,10 @@ class LRU(EvictionPolicy):
     name: ClassVar[str] = "lru"
     units_per_step: ClassVar[int] = 1
 
-    def hit(self, scores: IntArray, expert_ids: IntArray, now: int) -> IntArray:  # noqa: ARG002
+    def hit(self, scores: IntArray, expert_ids: IdArray, now: int) -> IntArray:  # noqa: ARG002
         return _filled(len(scores), now)
 
-    def insert(self, expert_ids: IntArray, now: int) -> IntArray:
+    def insert(self, expert_ids: IdArray, now: int) -> IntArray:
         return _filled(len(expert_ids), now)
 
 
