@@ -816,6 +816,19 @@ class TestRouting:
         assert rates(4).demand(64).demanded == pytest.approx(128 * (1 - (15 / 16) ** 4), rel=0.01)
         assert rates(1).demand(64).hit_rate == pytest.approx(0.5, abs=0.05)
 
+    def test_plans_see_the_steps_as_they_run(self, sizes: ModelSizes) -> None:
+        config = config_of(routing="calibrated", batches=[1, 4])
+        trace = make_routing(config, sizes)
+        assert trace is not None
+        steps = trace.topk.reshape(256, 4, 16, 8)
+        unique = [
+            len(set(steps[step, :, layer].ravel().tolist()))
+            for step in range(256)
+            for layer in range(16)
+        ]
+        demand = rates_for(trace, config, sizes, random_weights=True)(4).demand(128)
+        assert demand.demanded == pytest.approx(sum(unique) / len(unique), rel=1e-6)
+
     def test_the_model_routes_when_nothing_is_said(self, sizes: ModelSizes) -> None:
         assert make_routing(config_of(), sizes) is None
 
@@ -1006,11 +1019,20 @@ class TestReport:
         failure = report.save_json(self.results(), tmp_path / "none")
         assert "could not be written" in str(failure)
 
-    def test_plots_are_drawn(self, tmp_path: Path) -> None:
+    @staticmethod
+    def legend_of(figure: Any) -> set[str]:
+        return {text for axis in figure.axes for text in axis.get_legend_handles_labels()[1]}
+
+    def test_plots_are_drawn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        figures: list[Any] = []
+        monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
         drawn = plots.draw(report.as_json(self.results()), tmp_path)
         assert [path.name for path in drawn] == ["steps.png", "parts.png"]
         for path in drawn:
             assert path.read_bytes().startswith(b"\x89PNG")
+        steps, parts = (self.legend_of(figure) for figure in figures)
+        assert {"full", "uva", "limit of full: max(resident step, missed bytes / link)"} <= steps
+        assert len(parts) == 3
 
     def test_servers_alone_are_drawn_and_have_no_slots(self, tmp_path: Path) -> None:
         done = self.results()
