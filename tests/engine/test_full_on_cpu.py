@@ -34,6 +34,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "prefetch_budget_mib": 2 * 49152 / 2**20,
     },
 }
+GARBAGE = {
+    "full-8-garbage": "tests.engine.full_worker.FullGarbageWorker",
+    "eager-8-garbage": "tests.engine.full_worker.EagerGarbageWorker",
+}
+SETTINGS |= {
+    name: {"slots_per_layer": 8, "predictor": "next_gate", "prefetch_budget_mib": 1.0}
+    for name in GARBAGE
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, settings in SETTINGS.items():
         llm = {
             **ENGINE,
-            "worker_cls": "tests.engine.full_worker.FullWorker",
+            "worker_cls": GARBAGE.get(name, "tests.engine.full_worker.FullWorker"),
             "additional_config": {"prefetch_runtime": settings},
         }
         rpc = ["prefetch_audit", "prefetch_stats"]
@@ -84,7 +92,8 @@ def test_the_slots_are_sound_and_were_used(records: dict[str, Any], name: str) -
     for batch in records[name].values():
         assert batch["rpc"]["prefetch_audit"] == []
     stats = RuntimeStats.from_dict(records[name]["three"]["rpc"]["prefetch_stats"])
-    assert stats.mode == "full"
+    assert stats.mode == ("eager" if name.startswith("eager") else "full")
     assert stats.total("hits") > 0
     assert stats.total("misses") > 0
-    assert bool(stats.total("prefetch_used")) == (name == "lfru-8-predicted")
+    assert bool(stats.total("prefetch_used")) == (name != "lru-16")
+    assert (stats.total("prefetch_dropped") > stats.total("prefetch_used")) == (name in GARBAGE)
