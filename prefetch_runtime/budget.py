@@ -3,10 +3,13 @@
 Two questions, answered per layer from the counters:
 
 - How much fits? The link is free for a layer's prefetches from its prediction until its demand.
-  That time, times the speed at which demanded experts came, is the budget.
-- Does it pay? Bytes that were there when the demand that they were predicted for came saved their
-  own time on the link. All other bytes were for nothing, or for later, when what they displaced
-  would have served as well. Both slow the compute beside them.
+  That time, times the speed at which demanded experts come to the first layer, which nothing
+  predicts, is the budget.
+- Does it pay? Bytes that were there when the demand that they were predicted for came saved at most
+  their own time on the link; what they really saved is the stall that the layer would have had
+  without them, at the first layer's speed, less the stall that it had. All other bytes were for
+  nothing, or for later, when what they displaced would have served as well. Both slow the compute
+  beside them.
 
 A layer whose balance is negative is switched off, and tried again after a while that doubles with
 every failure; it stays on only while what it saves is clearly more than what it costs. No device,
@@ -35,7 +38,8 @@ _EVIDENCE_EXPERTS = 16
 """Experts that must have been prefetched before they are judged."""
 _SMOOTHING = 0.3
 _DEAD_BAND = 0.1
-_LINK_EVIDENCE_BYTES = 32 << 20
+_LINK_EVIDENCE_EXPERTS = 32
+"""Experts that must have come to the first layer before their speed is believed."""
 _SLOWEST, _FASTEST = 1e8, 1e12
 
 
@@ -48,6 +52,9 @@ class _Totals:
     at_once: int = 0
     late_bytes: int = 0
     prefetched_bytes: int = 0
+    absent: int = 0
+    """Demanded experts that were absent, or would have been without prediction."""
+    stall_s: float = 0.0
 
     @classmethod
     def of(cls, stats: LayerStats) -> "_Totals":
@@ -57,12 +64,14 @@ class _Totals:
             stats.prefetch_at_once,
             stats.bytes_late,
             stats.bytes_prefetched,
+            stats.misses + stats.late + stats.prefetch_at_once,
+            stats.stall_seconds,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What all layers copied for demands, and waited for it."""
+    """What the first layer copied for its demands, and waited for it."""
 
     nbytes: int = 0
     stall_s: float = 0.0
@@ -70,13 +79,8 @@ class _Copied:
     steps: int = 0
 
     @classmethod
-    def of(cls, layers: Sequence[LayerStats]) -> "_Copied":
-        return cls(
-            sum(layer.bytes_copied for layer in layers),
-            sum(layer.stall_seconds for layer in layers),
-            sum(layer.waves for layer in layers),
-            sum(layer.steps for layer in layers),
-        )
+    def of(cls, first: LayerStats) -> "_Copied":
+        return cls(first.bytes_copied, first.stall_seconds, first.waves, first.steps)
 
 
 class BudgetController:
@@ -105,6 +109,8 @@ class BudgetController:
                 raise ValueError(f"{name} must be positive, got {value}")
         self._layers = [_Layer(nbytes, min_steps) for nbytes in expert_bytes]
         self._link_bytes_per_s = link_bytes_per_s
+        self._link_is_measured = False
+        self._link_evidence = _LINK_EVIDENCE_EXPERTS * expert_bytes[0]
         self._copied = _Copied()
 
     @property
@@ -119,7 +125,7 @@ class BudgetController:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Speed of demanded copies."""
+        """Speed of demanded copies, as it is believed to be."""
         return self._link_bytes_per_s
 
     def observe(self, layers: Sequence[LayerStats]) -> bool:
@@ -129,10 +135,12 @@ class BudgetController:
         """
         if len(layers) != len(self._layers):
             raise ValueError(f"counters of {len(layers)} layers, expected {len(self._layers)}")
-        self._measure_link(layers)
+        self._measure_link(layers[0])
         changed = False
         for layer, stats in zip(self._layers, layers, strict=True):
-            changed |= layer.observe(_Totals.of(stats), self._link_bytes_per_s)
+            changed |= layer.observe(
+                _Totals.of(stats), self._link_bytes_per_s, is_measured=self._link_is_measured
+            )
         return changed
 
     def restarted(self) -> None:
@@ -141,17 +149,19 @@ class BudgetController:
         for layer in self._layers:
             layer.seen = _Totals()
 
-    def _measure_link(self, layers: Sequence[LayerStats]) -> None:
-        before, now = self._copied, _Copied.of(layers)
+    def _measure_link(self, first: LayerStats) -> None:
+        before, now = self._copied, _Copied.of(first)
         nbytes, seconds = now.nbytes - before.nbytes, now.stall_s - before.stall_s
         waves, steps = now.waves - before.waves, now.steps - before.steps
         is_decode = waves in (0, steps)  # copies of wide steps are hidden behind their computing
-        if is_decode and nbytes < _LINK_EVIDENCE_BYTES:
+        if is_decode and nbytes < self._link_evidence:
             return
         self._copied = now
         if is_decode and seconds > 0:
             measured = min(max(nbytes / seconds, _SLOWEST), _FASTEST)
-            self._link_bytes_per_s += _SMOOTHING * (measured - self._link_bytes_per_s)
+            weight = _SMOOTHING if self._link_is_measured else 1.0
+            self._link_bytes_per_s += weight * (measured - self._link_bytes_per_s)
+            self._link_is_measured = True
 
 
 class _Layer:
@@ -166,12 +176,15 @@ class _Layer:
         self.seen = _Totals()
         self._window_s: float | None = None
         self._balance = 0.0
-        self._good = 0.0  # bytes since the last judgement
+        # Since the last judgement: bytes that were there for their demand, what they saved as bytes
+        # on the link, and all bytes.
+        self._good = 0.0
+        self._saved = 0.0
         self._moved = 0.0
         self._steps_so = 0  # steps in the present state
         self._retry_steps = FIRST_RETRY_STEPS
 
-    def observe(self, totals: _Totals, link_bytes_per_s: float) -> bool:
+    def observe(self, totals: _Totals, link_bytes_per_s: float, *, is_measured: bool) -> bool:
         steps = totals.steps - self.seen.steps
         if steps < self._min_steps:
             return False
@@ -182,11 +195,14 @@ class _Layer:
             self._window_s = before + _SMOOTHING * (free_s - before)
         self._steps_so += steps
         if self.is_on:
-            self._good += (
-                (totals.at_once - seen.at_once) * self._expert_bytes
-                + totals.late_bytes
-                - seen.late_bytes
-            )
+            there = (totals.at_once - seen.at_once) * self._expert_bytes
+            there += totals.late_bytes - seen.late_bytes
+            self._good += there
+            self._saved += there
+            if is_measured:
+                would_wait = (totals.absent - seen.absent) * self._expert_bytes
+                waited = (totals.stall_s - seen.stall_s) * link_bytes_per_s
+                self._saved += min(0.0, would_wait - waited - there)
             self._moved += totals.prefetched_bytes - seen.prefetched_bytes
             if self._moved >= _EVIDENCE_EXPERTS * self._expert_bytes:
                 self._judge()
@@ -196,9 +212,10 @@ class _Layer:
 
     def _judge(self) -> None:
         good = min(self._good, self._moved)
-        net = good - COMPUTE_SLOWDOWN * self._moved - DISPLACEMENT * (self._moved - good)
+        saved = min(self._saved, good)
+        net = saved - COMPUTE_SLOWDOWN * self._moved - DISPLACEMENT * (self._moved - good)
         balance = net / self._moved
-        self._good = self._moved = 0.0
+        self._good = self._saved = self._moved = 0.0
         if self._on_trial:
             self._on_trial, self._balance = False, balance
             if balance <= ON_ABOVE:
@@ -221,7 +238,7 @@ class _Layer:
     def _switch(self, *, on: bool) -> None:
         self.is_on = self._on_trial = on
         self._steps_so = 0
-        self._good = self._moved = 0.0
+        self._good = self._saved = self._moved = 0.0
 
     def _set_budget(self, link_bytes_per_s: float) -> bool:
         """Returns whether the budget has changed. Small changes are not worth one."""

@@ -11,6 +11,7 @@ from prefetch_runtime.stats import LayerStats
 
 EXPERT_BYTES = 1_000_000
 LINK = 50e9
+DEMANDED = 4
 FREE_S = 60e-6  # three experts' time on the link
 EMPTY = LayerStats(layer_idx=1, layer_name="", num_experts=128, num_slots=32)
 
@@ -18,50 +19,60 @@ Precision = Callable[[int], float]
 
 
 class History:
-    """One layer under a controller that looks every 32 steps."""
+    """Two layers under a controller that looks every 32 steps; the second is predicted.
 
-    def __init__(self, *, min_steps: int = 64, free_s: float = FREE_S) -> None:
-        self.controller = BudgetController([EXPERT_BYTES], min_steps=min_steps)
+    Without prediction each demands DEMANDED absent experts a step.
+    """
+
+    def __init__(self, *, free_s: float = FREE_S, link: float = LINK) -> None:
+        self.controller = BudgetController([EXPERT_BYTES] * 2)
         self.free_s = free_s
+        self.link = link
         self.budgets: list[int] = []
         self.steps = 0
-        self._at_once = self._late = self._prefetched = 0.0
+        self._at_once = self._late = self._prefetched = self._saved = 0.0
 
     @property
-    def stats(self) -> LayerStats:
-        return replace(
-            EMPTY,
-            steps=self.steps,
+    def stats(self) -> list[LayerStats]:
+        stall_s = DEMANDED * self.steps * EXPERT_BYTES / self.link
+        copied = DEMANDED * self.steps * EXPERT_BYTES
+        both = replace(EMPTY, steps=self.steps, bytes_copied=copied)
+        predicted = replace(
+            both,
+            misses=DEMANDED * self.steps - int(self._at_once),
             link_free_seconds=self.steps * self.free_s,
             prefetch_at_once=int(self._at_once),
             bytes_late=int(self._late * EXPERT_BYTES),
             bytes_prefetched=int(self._prefetched * EXPERT_BYTES),
-            bytes_copied=self.steps * EXPERT_BYTES,
-            stall_seconds=self.steps * EXPERT_BYTES / LINK,
+            stall_seconds=stall_s - self._saved * EXPERT_BYTES / self.link,
         )
+        return [replace(both, misses=DEMANDED * self.steps, stall_seconds=stall_s), predicted]
 
-    def run(self, steps: int, precision: float | Precision, *, late: float = 0.0) -> None:
+    def run(
+        self, steps: int, precision: float | Precision, *, late: float = 0.0, saves: float = 1.0
+    ) -> None:
         """`precision`: share of what is prefetched that is there when its demand comes; `late`:
-        share that is half there."""
+        share that is half there; `saves`: how much of those bytes' time the stall is shorter."""
         for _ in range(steps):
             share = precision(self.steps) if callable(precision) else precision
-            experts = self.controller.budgets[0] / EXPERT_BYTES
+            experts = self.controller.budgets[1] / EXPERT_BYTES
             self._at_once += share * experts
             self._late += late * experts / 2
+            self._saved += saves * (share + late / 2) * experts
             self._prefetched += experts
             self.steps += 1
             if self.steps % 32 == 0:
-                self.controller.observe([self.stats])
-                self.budgets.append(self.controller.budgets[0])
+                self.controller.observe(self.stats)
+                self.budgets.append(self.controller.budgets[1])
 
     def restart(self) -> None:
         self.controller.restarted()
         self.steps = 0
-        self._at_once = self._late = self._prefetched = 0.0
+        self._at_once = self._late = self._prefetched = self._saved = 0.0
 
     @property
     def is_on(self) -> bool:
-        return self.controller.is_on[0]
+        return self.controller.is_on[1]
 
     @property
     def switches(self) -> int:
@@ -71,9 +82,9 @@ class History:
 
 def test_the_budget_is_what_the_link_has_time_for() -> None:
     history = History()
-    assert history.controller.budgets == [EXPERT_BYTES]  # until it is known
+    assert history.controller.budgets[1] == EXPERT_BYTES  # until it is known
     history.run(1024, 0.7)
-    assert history.controller.budgets[0] == pytest.approx(FREE_S * LINK, rel=0.02)
+    assert history.controller.budgets[1] == pytest.approx(FREE_S * LINK, rel=0.02)
 
 
 def test_the_link_is_as_fast_as_demanded_copies_were() -> None:
@@ -154,23 +165,37 @@ def test_balances_around_the_threshold_do_not_flap() -> None:
 def test_a_window_too_short_for_a_tenth_of_an_expert_is_none() -> None:
     history = History(free_s=1e-6)
     history.run(1024, 0.9)
-    assert history.controller.budgets == [0]
+    assert history.controller.budgets[1] == 0
 
 
 def test_without_a_clock_one_expert_is_tried() -> None:
     history = History(free_s=0.0)
     history.run(1024, 0.9)
-    assert history.controller.budgets == [EXPERT_BYTES]
+    assert history.controller.budgets[1] == EXPERT_BYTES
 
 
 def test_layers_are_judged_one_by_one() -> None:
     good, bad = History(), History()
-    both = BudgetController([EXPERT_BYTES, EXPERT_BYTES])
+    both = BudgetController([EXPERT_BYTES] * 3)
     for _ in range(40):
         good.run(32, 0.7)
         bad.run(32, 0.0)
-        both.observe([good.stats, bad.stats])
-    assert both.is_on == [True, False]
+        both.observe([*good.stats, bad.stats[1]])
+    assert both.is_on[1:] == [True, False]
+
+
+def test_bytes_that_are_there_and_shorten_no_stall_do_not_pay() -> None:
+    history = History()
+    history.run(20_000, 0.7, saves=0.1)
+    assert not history.is_on
+    assert history.switches <= 10
+
+
+def test_stalls_are_judged_by_the_speed_of_this_link() -> None:
+    history = History(link=10e9, free_s=300e-6)
+    history.run(20_000, 0.7, saves=0.9)
+    assert history.controller.link_bytes_per_s == pytest.approx(10e9, rel=0.01)
+    assert history.is_on
 
 
 def test_counters_that_start_again_are_no_evidence() -> None:
