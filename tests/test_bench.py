@@ -747,6 +747,22 @@ class TestSession:
         done = self.go(tmp_path, config={"engines": ["resident"]})
         assert "No space left" in done.rows[0]["reason"]
 
+    @pytest.mark.parametrize(("version", "runner"), [("0.26.0", "0"), ("0.33.0", None)])
+    def test_offloaders_get_the_runner_that_has_them(
+        self, version: str, runner: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[bool, Any] = {}
+
+        def run_case(spec: dict[str, Any], **options: Any) -> Outcome:
+            given[spec["offloads"]] = options["environment"].get("VLLM_USE_V2_MODEL_RUNNER")
+            return Outcome("failed", "x")
+
+        monkeypatch.setattr(sessions, "run_case", run_case)
+        env = copy.deepcopy(H200)
+        env["machine"]["versions"]["vllm"] = version
+        self.go(tmp_path, env, config={"engines": ["resident", "uva"], "slots": [64]})
+        assert given == {False: None, True: runner}
+
     def test_plan_stands_beside_each_of_ours(
         self, tmp_path: Path, fake: list[dict[str, Any]]
     ) -> None:

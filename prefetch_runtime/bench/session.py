@@ -239,8 +239,9 @@ class Session:
         environment = {} if routing is None else {"PREFETCH_RUNTIME_ROUTING": str(routing)}
         if spec["random_weights"] or Path(self.config.model).is_dir():
             environment["HF_HUB_OFFLINE"] = "1"  # all is here: nothing waits for a network
-        if spec["offloads"]:
-            # vLLM 0.26 has this offloader in its V1 runner only.
+        versions = (self.report.environment.get("machine") or {}).get("versions") or {}
+        if spec["offloads"] and str(versions.get("vllm")).startswith("0.26."):
+            # That version has its offloaders in the V1 runner only.
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         try:
             log.unlink(missing_ok=True)
