@@ -63,6 +63,8 @@ class RuntimeStats:
     """Counters of all layers, and the memory that the cache holds."""
 
     mode: str
+    mode_reason: str = ""
+    """Why that mode and no other."""
     policy: str
     slot_bytes: int
     staging_bytes: int

@@ -77,14 +77,30 @@ def choose_mode(
     if asked == "eager":
         return "eager"
     wanted: Literal["full", "segmented"] = "segmented" if asked == "segmented" else "full"
-    why_not = _why_no_kernels(config) if wanted == "full" else None
-    why_not = why_not or _why_no_graphs(vllm_config, GRAPHS_OF[wanted])
+    why_not = why_not_mode(wanted, vllm_config, config)
     if why_not is None:
         return wanted
     if asked == "auto":
         logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
         return "eager"
     raise UnsupportedError(f"{spelled('mode')} {asked!r} {why_not}; use 'eager' or 'auto'")
+
+
+def why_not_mode(
+    mode: Literal["full", "segmented"], vllm_config: VllmConfig, config: PrefetchConfig
+) -> str | None:
+    """Why a mode cannot run here, to be read after its name; None if it can."""
+    why_not = _why_no_kernels(config) if mode == "full" else None
+    return why_not or _why_no_graphs(vllm_config, GRAPHS_OF[mode])
+
+
+def explain_mode(mode: str, vllm_config: VllmConfig, config: PrefetchConfig) -> str:
+    """Why `choose_mode` has chosen it, in a few words."""
+    if config.mode != "auto":
+        return "asked for"
+    if mode == "full":
+        return "what auto takes where it can run"
+    return f"mode full {why_not_mode('full', vllm_config, config)}"
 
 
 def _why_no_kernels(config: PrefetchConfig) -> str | None:

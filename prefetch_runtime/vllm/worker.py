@@ -22,9 +22,11 @@ from prefetch_runtime.vllm.checks import (
     check_declared_slots,
     check_vllm_config,
     choose_mode,
+    explain_mode,
     prepare_compilation,
 )
 from prefetch_runtime.vllm.engine import PrefetchEngine
+from prefetch_runtime.vllm.logs import log_like_vllm
 from prefetch_runtime.vllm.model_runner import adopt
 
 if current_platform.is_cpu():
@@ -49,6 +51,7 @@ class PrefetchWorker(BaseWorker):
     @told(*REFUSALS)
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError for settings, options or models that the cache cannot serve."""
+        log_like_vllm()
         self.prefetch_config = PrefetchConfig.from_additional_config(vllm_config.additional_config)
         if self.prefetch_config.enabled:
             check_vllm_config(vllm_config)
@@ -56,6 +59,10 @@ class PrefetchWorker(BaseWorker):
             if self.prefetch_config.metrics:
                 check_multiprocess_mode()
             self.prefetch_mode = self._choose_mode(vllm_config)
+            # Before the next line changes what it depends on.
+            self.prefetch_mode_reason = explain_mode(
+                self.prefetch_mode, vllm_config, self.prefetch_config
+            )
             prepare_compilation(
                 vllm_config, mode=self.prefetch_mode, version=prefetch_runtime.__version__
             )
@@ -118,7 +125,8 @@ class PrefetchWorker(BaseWorker):
         """The counters (`RuntimeStats.as_dict`), or None when the cache is off."""
         if self.prefetch_engine is None:
             return None
-        return self.prefetch_engine.scheduler.stats().as_dict()
+        stats = self.prefetch_engine.scheduler.stats().as_dict()
+        return {**stats, "mode_reason": self.prefetch_mode_reason}
 
     def prefetch_reset(self) -> None:
         """Empty the cache and restart the counters. Between requests only."""
