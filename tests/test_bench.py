@@ -490,6 +490,15 @@ class TestStore:
         assert other.ignored == 1
         other.close()
 
+    def test_a_torn_line_costs_no_other_row(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.jsonl").write_bytes(b'{"key": "\xff\xfe')
+        for _ in range(2):
+            store = RowStore(tmp_path, {})
+            found = store.find("whole")
+            store.add({"key": "whole", "status": "ok"})
+            store.close()
+        assert found is not None
+
     def test_rows_of_other_code_count_only_when_asked(self, tmp_path: Path) -> None:
         store = RowStore(tmp_path, {"gpu": "a", "code": "1"})
         store.add({"key": "k", "status": "ok"})

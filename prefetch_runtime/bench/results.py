@@ -57,7 +57,7 @@ class RowStore:
         path = folder / ROWS_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = path.open("a+", encoding="utf-8")
+            self._file: TextIO = path.open("a+", encoding="utf-8", errors="replace")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
@@ -72,6 +72,7 @@ class RowStore:
 
     def _read(self) -> None:
         self._file.seek(0)
+        line = "\n"
         for line in self._file:
             try:
                 row = json.loads(line)
@@ -86,6 +87,8 @@ class RowStore:
                 self._rows[row["key"]] = row
             else:
                 self.ignored += 1
+        if not line.endswith("\n"):
+            self._file.write("\n")  # or the next row would be the rest of that line
 
     def find(self, key: str, *, retry: bool = False) -> Row | None:
         """A row that need not be measured again."""
