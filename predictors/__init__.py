@@ -26,7 +26,14 @@ __all__ = [
     "create_predictor",
 ]
 
-PREDICTOR_NAMES = ("none", "next_gate", "previous_token", "transition", "frequency", "oracle")
+PREDICTOR_NAMES = (
+    "none",
+    "next_gate",
+    "previous_token",
+    "transition",
+    "frequency",
+    "oracle",
+)
 
 
 def create_predictor(name: str, shape: PredictorShape) -> Predictor:

@@ -112,7 +112,11 @@ class TestRefused:
         ("key", "value", "words"),
         [
             ("mode", "fast", "must be one of auto, full, segmented, eager, got 'fast'"),
-            ("policy", "lur", "is 'lur', choose one of lru, lfru, forecast; did you mean 'lru'?"),
+            (
+                "policy",
+                "lur",
+                f"is 'lur', choose one of {', '.join(POLICIES)}; did you mean 'lru'?",
+            ),
             ("policy", "random", "is 'random', choose one of lru, lfru"),
             ("policy", 3, "should be a valid string, got 3"),
             ("predictor", "oracle", "is 'oracle', choose one of "),

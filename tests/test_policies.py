@@ -36,14 +36,15 @@ def _uses(policy: LFRU, steps: list[int]) -> int:
     return int(score[0])
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", [*POLICY_NAMES, *HOST_POLICY_NAMES])
 def test_created_policy_has_the_name_it_was_asked_for(name: str) -> None:
     assert create_policy(name).name == name
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", [*POLICY_NAMES, *HOST_POLICY_NAMES])
 def test_scores_are_int32_also_when_there_are_none(name: str) -> None:
     policy = create_policy(name)
+    policy.reset(8)
     none = np.empty(0, dtype=np.int32)
     assert policy.hit(none, none, 1).dtype == np.int32
     assert policy.insert(none, 1).shape == (0,)
@@ -54,14 +55,21 @@ def test_scores_are_int32_also_when_there_are_none(name: str) -> None:
 def test_unknown_policy_is_refused_with_the_choices_and_a_guess(create) -> None:
     with pytest.raises(ValueError, match=r"'lrfu'; choose one of lru, lfru.*did you mean 'l\w+u'"):
         create("lrfu")
-    with pytest.raises(ValueError, match=r"'belady'; choose one of lru, lfru(, forecast)?$"):
+    with pytest.raises(ValueError, match=r"'belady'; choose one of lru, lfru(, \w+)*$"):
         create("belady")
 
 
-def test_a_policy_of_the_host_has_no_device_form_and_says_so() -> None:
-    assert HOST_POLICY_NAMES == ("forecast",)
-    with pytest.raises(ValueError, match="one of lru, lfru; 'forecast' runs on the host only"):
-        create_device_form("forecast")
+@pytest.mark.parametrize("name", HOST_POLICY_NAMES)
+def test_a_policy_of_the_host_has_no_device_form_and_says_so(name: str) -> None:
+    choices = ", ".join(POLICY_NAMES)
+    with pytest.raises(ValueError, match=f"one of {choices}; {name!r} runs on the host only"):
+        create_device_form(name)
+
+
+def test_no_policy_is_named_twice() -> None:
+    names = [*POLICY_NAMES, *HOST_POLICY_NAMES]
+    assert len(set(names)) == len(names)
+    assert "forecast" in HOST_POLICY_NAMES
 
 
 def test_lru_scores_the_last_use() -> None:

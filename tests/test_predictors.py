@@ -80,9 +80,9 @@ def test_layer_that_does_not_exist_cannot_be_observed(name: str) -> None:
 
 
 def test_unknown_predictor_is_refused_with_the_choices_and_a_guess() -> None:
-    with pytest.raises(ValueError, match=r"'nextgate'; .*oracle; did you mean 'next_gate'\?"):
+    with pytest.raises(ValueError, match=r"'nextgate'; .*oracle.*; did you mean 'next_gate'\?"):
         create_predictor("nextgate", SHAPE)
-    with pytest.raises(ValueError, match=r"choose one of none, next_gate, .*, oracle$"):
+    with pytest.raises(ValueError, match=r"choose one of none, next_gate, .*, \w+$"):
         create_predictor("xyz", SHAPE)
 
 

@@ -504,8 +504,8 @@ def test_more_slots_than_experts_are_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; choose one of lru, lfru"):
-        small_cache(policy="fifo")
+    with pytest.raises(ValueError, match="unknown eviction policy 'nope'; choose one of lru, lfru"):
+        small_cache(policy="nope")
 
 
 def test_reset_empties_the_slots_and_restarts_the_counters() -> None:
