@@ -65,6 +65,8 @@ def read_arrays(
         OSError: the file cannot be opened.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise NpzError(f"{path} is not a file")  # a device has no end
     with path.open("rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:

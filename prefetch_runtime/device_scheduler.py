@@ -206,7 +206,9 @@ class DeviceScheduler(Scheduler):
         if guesses is not None and recorder.num_guesses:
             made = guesses()
             guesses = partial(_itself, made)
-        recorder.record(layer_idx, topk_ids, made, padding)
+        recorder.record(
+            layer_idx, topk_ids, made, self.padding_rows if padding is None else padding
+        )
         return guesses
 
     def fetch(

@@ -78,9 +78,13 @@ class TraceRecorder:
         total = sum(count for _, count in requests)
         if not self._steps or len(self._sequences) >= len(self._steps):
             return
-        rows = self._steps[-1][1].shape[0]
-        if total != rows:
-            return  # rows of another order or padding: their requests are not known
+        step, topk, guesses = self._steps[-1]
+        if 0 < total < len(topk):
+            # Rows of padding come last. Where they are planned like tokens, they look like some.
+            self._num_tokens -= len(topk) - total
+            self._steps[-1] = (step, topk[:total], None if guesses is None else guesses[:total])
+        elif total != len(topk):
+            return  # rows of another order: their requests are not known
         numbers = [self._numbers.setdefault(name, len(self._numbers)) for name, _ in requests]
         self._sequences.append(
             np.repeat(np.array(numbers, dtype=np.int32), [count for _, count in requests])

@@ -122,6 +122,9 @@ class Scheduler:
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], StagingRing] = {}
         self._now = 1
         self._decodes = False
+        self.padding_rows: torch.Tensor | None = None
+        """As `padding` of `fetch`, of a call whose padding is planned like tokens: a trace that is
+        recorded on the device leaves those rows out."""
         self._missed_in = 0
         self._stalls = StallClock(device)
         self._steps_with_misses = 0
@@ -264,7 +267,8 @@ class Scheduler:
         """
         layer = self._layer(layer_idx)
         topk_ids = without_padding(topk_ids, padding)
-        sent = self._reader.send(topk_ids, None if guesses is None else guesses())
+        made = None if guesses is None else without_padding(guesses(), padding)
+        sent = self._reader.send(topk_ids, made)
         self._between(lambda: self._prepare(layer, sent))
         return self._renamed(layer, topk_ids)
 

@@ -74,6 +74,21 @@ def test_padding_is_left_out() -> None:
     np.testing.assert_array_equal(trace.topk[:, 1], chosen[1][[0, 2]])
 
 
+def test_padding_that_is_planned_like_tokens_is_left_out_by_the_host_too() -> None:
+    rig, host = Rig(), TraceRecorder(LAYERS, EXPERTS, 20)
+    for tokens, padded in ((2, 4), (1, 1)):
+        chosen, guessed = rig.step(padded)
+        for layer_idx in range(LAYERS):
+            host.record(layer_idx, chosen[layer_idx], guessed[layer_idx])
+        host.end_step([("a", tokens)])
+    trace = host.trace()
+    assert trace.num_tokens == 3
+    assert trace.sequence.tolist() == [0, 0, 0]
+    assert trace.next_gate is not None
+    assert len(trace.next_gate) == 3
+    assert trace.step_bounds().tolist() == [0, 2, 3]
+
+
 def test_nothing_is_recorded_before_the_start_and_after_the_stop() -> None:
     rig = Rig()
     rig.step(3)

@@ -262,3 +262,15 @@ def test_a_budget_of_one_expert_brings_in_one_of_many_small_fields_whole() -> No
     _steps(device, 1, [7, 8])
     assert device.stats().layers[1].prefetched == 1
     assert device.stats().layers[1].prefetch_dropped == 0
+
+
+def test_padding_that_is_planned_like_tokens_is_no_part_of_a_trace() -> None:
+    device = _device()
+    device.make_room_for_a_trace(top_k=TOP_K, num_guesses=0, max_tokens=20)
+    assert device.device_recorder is not None
+    device.device_recorder.start(20)
+    device.padding_rows = torch.tensor([5, -1], dtype=torch.int64)
+    for layer_idx in range(NUM_LAYERS):
+        device.fetch(layer_idx, _ids([1, 2], [7, 8]))
+    assert device.stats().layers[0].misses == 4
+    assert device.device_recorder.trace().topk.tolist() == [[[1, 2]] * NUM_LAYERS]

@@ -39,6 +39,18 @@ def step(cache: SmallCache, chosen: list[int], guesses: list[int], then: list[in
     scheduler.fetch(1, torch.tensor([then], dtype=torch.int32))
 
 
+def test_rows_of_padding_guess_nothing() -> None:
+    cache = cache_with()
+    scheduler = cache.scheduler
+    scheduler.begin_step()
+    guesses = torch.tensor([[5, 6], [9, 10], [11, 10]])
+    padding = torch.tensor([3, -1, -1])
+    ids = torch.tensor([[0, 1], [0, 1], [0, 1]], dtype=torch.int32)
+    scheduler.fetch(0, ids, padding=padding, guesses=lambda: guesses)
+    table = cache.layer(1).table
+    assert sorted(int(owner) for owner in table.owner if owner >= 0) == [5, 6]
+
+
 def test_a_forecast_is_there_when_it_is_demanded() -> None:
     cache = cache_with()
     step(cache, [1, 2], [9, 3, 4], [9, 5])

@@ -151,6 +151,12 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         read_arrays(path, {"a": ANY_ROW})
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "/"])
+def test_what_is_no_file_is_refused_unread(path: str) -> None:
+    with pytest.raises(NpzError, match="is not a file"):
+        read_arrays(path, {"a": ANY_ROW})
+
+
 def test_a_file_cut_or_changed_anywhere_is_refused_or_reads_right(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     array = np.arange(500, dtype=np.int16)

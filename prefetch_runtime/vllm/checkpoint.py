@@ -4,7 +4,7 @@ vLLM serves what it finds: an expert whose tensor is missing keeps whatever its 
 missing scale is 1.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -113,6 +113,27 @@ class LoadedExperts:
                 f"{_whom(expert)}{more}; it is incomplete, or not of the model and the "
                 "quantisation that its config.json names"
             )
+
+
+def check_written(layer_name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise if nothing was ever written into an expert's weight, [E, ...] on the host.
+
+    For loaders that fill parameters by themselves, such as that of gpt-oss, whose writes nobody
+    counts. Memory that nobody wrote is zero; biases are not looked at, for they may be.
+
+    Raises:
+        CheckpointError: names the first expert and tensor.
+    """
+    for name, weight in weights.items():
+        if name.partition("_")[2] not in _WEIGHTS:
+            continue
+        for expert_id, rows in enumerate(weight):
+            numbers = rows.reshape(-1).view(torch.uint8)
+            if not numbers[:4096].any() and not numbers.any():
+                raise CheckpointError(
+                    f"{layer_name}: {name} of {_whom(expert_id)} was not loaded; the checkpoint is "
+                    "incomplete, or not of the model that its config.json names"
+                )
 
 
 def _kind(dtype: torch.dtype) -> str | int:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.provider import CachedWeightProvider
 from prefetch_runtime.scheduler import Guesses
-from prefetch_runtime.vllm.checkpoint import LoadedExperts, needed_of
+from prefetch_runtime.vllm.checkpoint import LoadedExperts, check_written, needed_of
 from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
 from prefetch_runtime.vllm.kernels import (
     NOT_COMPARED,
@@ -129,15 +129,18 @@ class PrefetchRoutedExperts(RoutedExperts):
     def _check_loaded(self) -> None:
         """Raise CheckpointError if the checkpoint lacks a tensor of an expert.
 
-        Loaders that fill parameters by themselves (random weights) are not counted.
+        Loaders that fill parameters by themselves (gpt-oss, random weights) are not counted.
         """
         loaded, method = self._loaded, self.quant_method
         assert loaded is not None
+        store = self._cache_store
         if loaded.is_empty and not self._cache_engine.counts_loads:
+            names = [field.name for field in store.layout.fields]
+            check_written(self.layer_name, {name: store.tensor(name) for name in names})
             return
         self._cache_engine.counts_loads = True
         loaded.check(
-            (field.name for field in self._cache_store.layout.fields),
+            (field.name for field in store.layout.fields),
             needed=needed_of(method),
             is_gated=self._is_gated,
         )
@@ -236,7 +239,8 @@ class PrefetchRoutedExperts(RoutedExperts):
                 stack.enter_context(launched_as(config))
             padding = engine.padding(topk_ids.shape[0])
             if self._blocks is not None:
-                padding = None  # rows of padding are in the blocks, and weigh on the others' bits
+                # Rows of padding are in the blocks, and weigh on the others' bits.
+                scheduler.padding_rows, padding = padding, None
             guesses = engine.guesses(self._cache_layer_idx, x)
             if scheduler.fits(self._cache_layer_idx, topk_ids):
                 result = provider.prepare(topk_ids, padding=padding, guesses=guesses)

@@ -180,3 +180,20 @@ def test_weights_of_another_precision_are_refused(
         message = f"layer 7: {name} .* of expert 2 is {of} in the checkpoint, .* asks for {into};"
         with pytest.raises(CheckpointError, match=message):
             load()
+
+
+def test_where_nothing_is_counted_a_weight_that_nobody_wrote_is_seen() -> None:
+    from prefetch_runtime.vllm.checkpoint import CheckpointError, check_written
+
+    weights = {
+        "w13_weight": torch.ones(4, 8, 3000, dtype=torch.bfloat16),
+        "w2_weight": torch.ones(4, 8, 3000, dtype=torch.bfloat16),
+        "w13_bias": torch.zeros(4, 8, dtype=torch.bfloat16),
+    }
+    check_written("layer 1", weights)
+    weights["w2_weight"][2] = 0
+    weights["w2_weight"][2, -1, -1] = 1  # seen past the first few kilobytes
+    check_written("layer 1", weights)
+    weights["w2_weight"][2] = 0
+    with pytest.raises(CheckpointError, match="layer 1: w2_weight of expert 2 was not loaded"):
+        check_written("layer 1", weights)
