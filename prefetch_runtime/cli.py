@@ -15,7 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from prefetch_runtime import __version__, cli_bench, cli_plan, cli_trace
-from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.config import (
+    ADDITIONAL_CONFIG_KEY,
+    POLICIES,
+    PREDICTORS,
+    ConfigError,
+    PrefetchConfig,
+    spelled,
+)
 from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
@@ -33,12 +40,21 @@ app = typer.Typer(
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+
+def _with_default(meaning: str, key: str) -> str:
+    """The help of an option that sets `key`; not given, the option leaves the setting alone."""
+    return f"{meaning} Default: {PrefetchConfig.model_fields[key].default}."
+
+
 Slots = Annotated[
     str | None,
     typer.Option(
         "--moe-expert-cache-size",
         metavar="N|auto",
-        help="Experts of each MoE layer kept on the device; 0 switches the cache off.",
+        help=_with_default(
+            "Experts of each MoE layer kept on the device; 0 switches the cache off.",
+            "slots_per_layer",
+        ),
     ),
 ]
 CacheGib = Annotated[
@@ -46,32 +62,55 @@ CacheGib = Annotated[
     typer.Option("--moe-expert-cache-gib", help="The same as a total over all layers, in GiB."),
 ]
 ModeOption = Annotated[
-    str | None, typer.Option("--prefetch-mode", help="auto, full, segmented or eager.")
+    str | None,
+    typer.Option("--prefetch-mode", help=_with_default("auto, full, segmented or eager.", "mode")),
 ]
 PolicyOption = Annotated[
     str | None,
-    typer.Option("--eviction-policy", help="Which slot a newcomer takes: lru, lfru, forecast."),
+    typer.Option(
+        "--eviction-policy",
+        help=_with_default(f"Which slot a newcomer takes: {', '.join(POLICIES)}.", "policy"),
+    ),
 ]
 PredictorOption = Annotated[
-    str | None, typer.Option("--predictor", help="Guesses the next layer's experts.")
+    str | None,
+    typer.Option(
+        "--predictor",
+        help=_with_default(
+            f"Guesses the next layer's experts: {', '.join(PREDICTORS)}.", "predictor"
+        ),
+    ),
 ]
 WidenOption = Annotated[
     int | None,
-    typer.Option("--predictor-widen", help="Experts a prediction names, as a multiple of top_k."),
+    typer.Option(
+        "--predictor-widen",
+        help=_with_default(
+            "Experts a prediction names, as a multiple of top_k.", "predictor_widen"
+        ),
+    ),
 ]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
-        "--prefetch-budget-mib", help="MiB of speculation per layer and step, or auto (default)."
+        "--prefetch-budget-mib",
+        help=_with_default(
+            "MiB of speculation per layer and step, or auto.", "prefetch_budget_mib"
+        ),
     ),
 ]
 StagingOption = Annotated[
     int | None,
-    typer.Option("--staging-slots", help="Experts in the ring through which prompts stream."),
+    typer.Option(
+        "--staging-slots",
+        help=_with_default("Experts in the ring through which prompts stream.", "staging_slots"),
+    ),
 ]
 MetricsOption = Annotated[
     bool | None,
-    typer.Option("--expert-cache-metrics", help="Publish the counters for Prometheus."),
+    typer.Option(
+        "--expert-cache-metrics", help="Publish the counters for Prometheus. Default: off."
+    ),
 ]
 
 
@@ -230,7 +269,7 @@ def generate_command(
         int, typer.Option(min=1, metavar="N", help="Tokens to generate per prompt.")
     ] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, metavar="T", help="0 takes the likeliest token.")
+        float, typer.Option(metavar="T", help="0 takes the likeliest token.")
     ] = 0.0,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Longest sequence.")
@@ -261,6 +300,8 @@ def generate_command(
         prefetch_budget_mib=prefetch_budget_mib,
         staging_slots=staging_slots,
     )
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"--temperature must be 0 or more, got {temperature}")
     config = PrefetchConfig.from_mapping(settings)
     _check_model(model, config)
     options: dict[str, Any] = {"enforce_eager": not compiled}
@@ -285,11 +326,13 @@ def generate_command(
 @app.command()
 def demo(
     model: Annotated[str, typer.Option(help="The model to run.")] = "models/tiny-moe",
-    slots: Annotated[int, typer.Option(min=1, help="Slots per layer of the cached run.")] = 8,
+    slots: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Slots per layer of the cached run.")
+    ] = 8,
     predictor: Annotated[
         str, typer.Option("--predictor", help="Guesses the next layer's experts; none: nothing.")
     ] = "next_gate",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per prompt.")] = 64,
     log: Annotated[Path, typer.Option(help="Where the engines' output goes.")] = Path(
         "prefetch-runtime-demo.log"
     ),

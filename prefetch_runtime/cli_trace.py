@@ -9,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from prefetch_runtime.config import ConfigError, PrefetchConfig
+from predictors import PREDICTOR_NAMES
+from prefetch_runtime.config import POLICIES, ConfigError, PrefetchConfig
 from prefetch_runtime.offline import empty_log, generate
 from prefetch_runtime.simulate import (
     SimulationResult,
@@ -31,16 +32,31 @@ err = Console(stderr=True, highlight=False)
 def trace(
     model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
     prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="What to continue; may be repeated.")
+        list[str],
+        typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; may be repeated."),
     ],
     output: Annotated[Path, typer.Option("--out", help="The .npz file to write.")],
     slots: Annotated[
-        int, typer.Option("--moe-expert-cache-size", min=1, help="Slots per layer while recording.")
+        int,
+        typer.Option(
+            "--moe-expert-cache-size",
+            min=1,
+            metavar="N",
+            help="Slots per layer while recording.",
+        ),
     ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")] = 128,
-    max_trace_tokens: Annotated[int, typer.Option(min=1, help="Record at most so many.")] = 65536,
-    next_gate: Annotated[bool, typer.Option(help="Record the next routers' guesses too.")] = True,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest sequence.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens to generate per prompt.")
+    ] = 128,
+    max_trace_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Record at most so many.")
+    ] = 65536,
+    no_next_gate: Annotated[
+        bool, typer.Option("--no-next-gate", help="Leave out the next routers' guesses.")
+    ] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Longest sequence.")
+    ] = None,
     mode: Annotated[
         str, typer.Option("--prefetch-mode", help="eager, or inside CUDA graphs: full, segmented.")
     ] = "eager",
@@ -72,7 +88,7 @@ def trace(
             max_tokens=max_tokens,
             ignore_eos=True,
             engine_options=options,
-            before=[["prefetch_trace_start", max_trace_tokens, next_gate]],
+            before=[["prefetch_trace_start", max_trace_tokens, not no_next_gate]],
             after=[["prefetch_trace_save", str(output.resolve())]],
         )
     held = result.rpc["prefetch_trace_save"]
@@ -90,13 +106,11 @@ def simulate(
     trace_file: Annotated[Path, typer.Option("--trace", help="A recorded trace (.npz).")],
     slots: Annotated[str, typer.Option(help="Slots per layer, comma separated.")] = "8,16",
     policy: Annotated[
-        str, typer.Option(help="lru, lfru, forecast or belady, comma separated.")
+        str, typer.Option(help=f"{', '.join(POLICIES)} or belady, comma separated.")
     ] = "lru",
     predictor: Annotated[
         str,
-        typer.Option(
-            help="none, next_gate, previous_token, transition, frequency, oracle; comma separated."
-        ),
+        typer.Option(help=f"{', '.join(PREDICTOR_NAMES)}; comma separated."),
     ] = "none",
     link_gbs: Annotated[float, typer.Option(help="Link in 1e9 bytes/s.")] = 50.0,
     expert_mib: Annotated[float, typer.Option(help="MiB of one expert.")] = 9.0,

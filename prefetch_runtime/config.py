@@ -65,7 +65,7 @@ class PrefetchConfig(BaseModel):
     between captured segments ("segmented"), or by the host at every layer ("eager"). "auto" is the
     first where it can run, else the last."""
     policy: str = "lru"
-    """Which slot a newcomer takes: "lru", "lfru", or "forecast" (not in mode "full")."""
+    """Which slot a newcomer takes."""
     predictor: str = "none"
     """Guesses the next layer's experts ahead of its router."""
     predictor_widen: int = Field(default=2, ge=1, le=16)

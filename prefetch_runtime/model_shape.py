@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,27 @@ def load_config(model: str) -> dict[str, Any]:
     is fetched).
 
     Raises:
-        ModelError: as `read_config`; or the hub has no such model, or cannot be reached.
+        ModelError: as `read_config`; or an unknown name without an owner; or the hub has no such
+            model, or cannot be reached.
     """
     config = read_config(model)
-    if config is None and model in SHAPES:
-        return shape_config(model)
-    return config if config is not None else read_config_file(_fetch(model), f"{model!r}")
+    if config is not None:
+        return config
+    if "/" not in model:
+        return _named(model)
+    return read_config_file(_fetch(model), f"{model!r}")
+
+
+def _named(name: str) -> dict[str, Any]:
+    """The config of a named shape; the hub is not asked for a name without an owner."""
+    if name in SHAPES:
+        return shape_config(name)
+    near = get_close_matches(name.lower(), SHAPES, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ModelError(
+        f"{name!r} is no named shape, and there is no such folder. Shapes with a name are "
+        f"{', '.join(SHAPES)}; names on the hub have an owner before them (owner/{name}){hint}"
+    )
 
 
 def _fetch(model: str) -> Path:

@@ -6,7 +6,7 @@ python scripts/options_page.py
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +14,11 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from predictors import PredictorShape, RunsOn, create_predictor
 from prefetch_runtime.bench.config import BenchConfig
 from prefetch_runtime.cli import app
-from prefetch_runtime.config import CLI_SPELLING, PrefetchConfig
+from prefetch_runtime.config import CLI_SPELLING, PREDICTORS, PrefetchConfig
+from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -27,9 +29,9 @@ Written by `python scripts/options_page.py` from the code; a test compares the t
 ## Settings of the expert cache
 
 For vLLM's own command they stand in `--additional-config '{"prefetch_runtime": {...}}'`, with
-`--worker-cls prefetch_runtime.vllm.PrefetchWorker`; `prefetch-runtime serve`, `generate` and
-`trace` have an option for each. An unknown key, a wrong type or a value out of range is refused
-before anything is loaded.
+`--worker-cls prefetch_runtime.vllm.PrefetchWorker`. An unknown key, a wrong type or a value out
+of range is refused before anything is loaded. The column "option" names the commands of
+`prefetch-runtime` that have it; `serve` also takes `--additional-config` itself, for the others.
 """
 
 BENCH = """## A configuration file of `prefetch-runtime bench`
@@ -69,10 +71,27 @@ def _written(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
+def _names(full: Sequence[str], host: Sequence[str]) -> str:
+    return f' One of {", ".join(full)}; not in mode "full": {", ".join(host)}.'
+
+
 def _choices(model: type[BaseModel], name: str) -> str:
+    if model is PrefetchConfig and name == "policy":
+        return _names(POLICY_NAMES, HOST_POLICY_NAMES)
+    if model is PrefetchConfig and name == "predictor":
+        shape = PredictorShape(num_layers=2, num_experts=2, top_k=1)
+        full = [p for p in PREDICTORS if create_predictor(p, shape).runs_on is RunsOn.BOTH]
+        return _names(full, [p for p in PREDICTORS if p not in full])
     arguments = get_args(model.model_fields[name].annotation)
     words = [word for word in arguments if isinstance(word, str)]
     return f" One of {', '.join(words)}." if len(words) > 1 else ""
+
+
+def having(option: str) -> list[str]:
+    """The commands that size the expert cache and have the option."""
+    sizing = CLI_SPELLING["slots_per_layer"]
+    found = {name: {o for p in c.params for o in p.opts} for name, c in commands().items()}
+    return [name for name, opts in found.items() if sizing in opts and option in opts]
 
 
 def settings_table(model: type[BaseModel], *, options: bool) -> Iterator[str]:
@@ -80,7 +99,10 @@ def settings_table(model: type[BaseModel], *, options: bool) -> Iterator[str]:
     yield f"| setting |{' option |' if options else ''} default | meaning |"
     yield f"| --- |{' --- |' if options else ''} --- | --- |"
     for name, text in documented(model).items():
-        option = f" `{CLI_SPELLING[name]}` |" if options else ""
+        option = ""
+        if options:
+            spelling = CLI_SPELLING[name]
+            option = f" `{spelling}` ({', '.join(having(spelling))}) |"
         meaning = (text + _choices(model, name)).strip().replace("|", "\\|")
         yield f"| `{name}` |{option} {default_of(model, name)} | {meaning} |"
 
@@ -110,6 +132,10 @@ def command_text(name: str, command: Any) -> Iterator[str]:
             else (parameter.metavar or str(parameter.name).upper())
         )
         meaning = " ".join((parameter.help or "").split()).replace("|", "\\|")
+        if parameter.required and is_option:
+            meaning += " Needed."
+        elif parameter.default is not None and parameter.default is not False and is_option:
+            meaning += f" Default: {parameter.default}."
         yield f"| `{names.replace('|', chr(92) + '|')}` | {meaning} |"
     if command.epilog:
         yield ""

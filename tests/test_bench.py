@@ -1165,6 +1165,7 @@ class TestCommand:
             (["--url", "localhost:8000", "--served-model", "m"], "--url must look like"),
             (["--url", "http://localhost:8000"], "--url needs --served-model"),
             (["--model", "./none"], "there is no model folder"),
+            (["--model", "olmoe"], "did you mean 'olmoe-1b-7b'?"),
         ],
         ids=lambda value: str(value)[:50],
     )

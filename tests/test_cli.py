@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import prefetch_runtime
 from prefetch_runtime import cli
-from prefetch_runtime.config import CLI_SPELLING
+from prefetch_runtime.config import CLI_SPELLING, POLICIES, PREDICTORS, PrefetchConfig
 from prefetch_runtime.demo import PROMPTS, DemoResult
 from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -465,17 +466,32 @@ class TestDemo:
 
 class TestHelp:
     @pytest.mark.parametrize(
-        "arguments", [[], ["serve"], ["generate"], ["demo"]], ids=lambda value: " ".join(value)
+        "arguments",
+        [[], *([name] for name in typer.main.get_command(cli.app).commands)],  # type: ignore[attr-defined]
+        ids=lambda value: " ".join(value),
     )
-    def test_help_fits_80_columns(self, arguments: list[str]) -> None:
+    def test_help_fits_80_columns_and_nothing_is_cut(self, arguments: list[str]) -> None:
         ran = CliRunner().invoke(
             cli.app, [*arguments, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
         )
         assert ran.exit_code == 0
         assert max(map(len, ran.stdout.splitlines())) <= 80
-        for line in ran.stdout.splitlines():
-            option = next((word for word in line.split() if word.startswith("--")), "")
-            assert "…" not in option
+        assert "…" not in ran.stdout
+
+    @pytest.mark.parametrize("command", ["serve", "generate"])
+    def test_the_settings_show_their_values_and_defaults(self, command: str) -> None:
+        ran = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+        lines = {
+            words[0]: line
+            for line in ran.stdout.splitlines()
+            if (words := [word for word in line.split() if word.startswith("--")])
+        }
+        assert all(name in lines["--eviction-policy"] for name in POLICIES)
+        assert all(name in lines["--predictor"] for name in PREDICTORS)
+        for key, option in CLI_SPELLING.items():
+            default = PrefetchConfig.model_fields[key].default
+            if option in lines and default is not None and default is not False:
+                assert f"Default: {default}." in lines[option]
 
     def test_every_setting_is_an_option_of_serve(self) -> None:
         ran = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "80"})
@@ -528,6 +544,12 @@ def test_simulate_names_the_option_that_cannot_be(
     assert ran.status == 2
     assert option in ran.err
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("temperature", ["-0.1", "nan", "inf"])
+def test_a_temperature_that_cannot_be_is_refused(temperature: str, run: Callable[..., Ran]) -> None:
+    ran = run("generate", TINY, "-p", "import", "--temperature", temperature)
+    _refused(ran, "--temperature must be 0 or more")
 
 
 def test_a_trace_is_recorded_in_a_mode_that_is_named(

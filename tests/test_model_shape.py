@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from prefetch_runtime import model_shape
 from prefetch_runtime.model_shape import (
     MAX_CONFIG_BYTES,
     ExpertShape,
     ModelError,
     expert_shape,
+    load_config,
     read_config,
 )
+from prefetch_runtime.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,6 +25,25 @@ def _folder(path: Path, config: str | bytes) -> str:
     text = config.encode() if isinstance(config, str) else config
     (path / "config.json").write_bytes(text)
     return str(path)
+
+
+class TestLoadConfig:
+    @pytest.mark.parametrize(
+        ("name", "nearest"),
+        [("qwen3-30b", "qwen3-30b-a3b"), ("Mixtral-8x7B", "mixtral-8x7b"), ("foo", None)],
+    )
+    def test_an_unknown_name_is_refused_with_all_shapes_and_the_nearest_at_once(
+        self, name: str, nearest: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(model_shape, "_fetch", lambda _: pytest.fail("asked the hub"))
+        with pytest.raises(ModelError, match=f"'{name}' is no named shape") as refused:
+            load_config(name)
+        assert all(shape in str(refused.value) for shape in SHAPES)
+        ending = f"did you mean '{nearest}'?"
+        assert str(refused.value).endswith(ending) == (nearest is not None)
+
+    def test_a_named_shape_is_known(self) -> None:
+        assert load_config("gpt-oss-20b") == SHAPES["gpt-oss-20b"]
 
 
 class TestReadConfig:
