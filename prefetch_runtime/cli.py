@@ -320,7 +320,7 @@ def generate_command(
         )
     _print_texts(prompt, result.texts)
     if result.stats is not None:
-        out.print(stats_table(result.stats))
+        _print_counters(result.stats)
 
 
 @app.command()
@@ -357,7 +357,7 @@ def demo(
         )
     _print_texts(result.prompts, result.cached.texts)
     if result.cached.stats is not None:
-        out.print(stats_table(result.cached.stats))
+        _print_counters(result.cached.stats)
     out.print(result.verdict)
     if not result.identical:
         raise typer.Exit(1)
@@ -365,9 +365,24 @@ def demo(
 
 def _print_texts(prompts: Sequence[str], texts: Sequence[str]) -> None:
     for prompt, text in zip(prompts, texts, strict=True):
-        out.print(prompt, style="bold", markup=False, end="")
-        out.print(text, markup=False)
+        # On a terminal the styles say where the prompt ends; a file gets the text alone.
+        out.print(prompt, style="dim", markup=False, end="")
+        out.print(text, style="bold", markup=False)
         out.print()
+
+
+def _print_counters(stats: RuntimeStats) -> None:
+    out.print(stats_table(stats))
+    guesses = (
+        "late: demanded while their prefetch was under way; guess: prefetched; used: of the "
+        "guesses, demanded in time; drop: of the guesses, given up unused; "
+    )
+    out.print(
+        "hit %: demanded experts that were there; "
+        + (guesses if stats.total("prefetched") else "")
+        + "waves: parts in which steps were computed, more than one a step where its experts do "
+        "not fit the slots; MiB: copied; stall: waited for experts"
+    )
 
 
 def stats_table(stats: RuntimeStats) -> Table:

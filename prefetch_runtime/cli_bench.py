@@ -165,13 +165,16 @@ def _run(
     measured = any(row["status"] == "ok" for row in done.rows)
     try:
         drawn = plots.draw(report.as_json(done), folder) if measured else []
-        done.notes += [f"plot: {path}" for path in drawn]
+        done.files += [f"plot: {path}" for path in drawn]
     except ImportError:
         done.notes.append("no plots: matplotlib is not installed (pip install matplotlib)")
     except OSError as error:
         done.notes.append(f"no plots: {error}")
     failure = report.save_json(done, folder)
-    done.notes.append(failure or f"all figures: {folder / report.RESULTS_FILE}")
+    if failure is None:
+        done.files.append(f"all figures: {folder / report.RESULTS_FILE}")
+    else:
+        done.notes.append(failure)
     if as_json:
         typer.echo(json.dumps(report.as_json(done), indent=1))
     else:

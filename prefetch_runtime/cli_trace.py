@@ -173,6 +173,7 @@ def simulate(
         typer.echo(json.dumps(json.loads(to_json(results))))
         return
     out.print(_table(results))
+    out.print(_assumptions(settings), markup=False)
 
 
 def _bytes(option: str, mebibytes: float) -> int:
@@ -191,6 +192,23 @@ def _integers(option: str, text: str) -> list[int]:
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
+
+
+def _assumptions(settings: SimulationSettings) -> str:
+    """What the stall rests on, and the options that change it."""
+    copy_us = settings.expert_bytes / (settings.link_gbs * 1e3)
+    budget = settings.budget_bytes
+    speculation = "what the link carries meanwhile" if budget is None else _mib(budget)
+    return (
+        f"assumed: experts of {_mib(settings.expert_bytes)} (--expert-mib), a link of "
+        f"{settings.link_gbs:g} GB/s (--link-gbs), so {copy_us:.0f} us a copy; "
+        f"{settings.compute_us:g} us of compute a layer (--compute-us); speculation per layer: "
+        f"{speculation} (--budget-mib)"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB"
 
 
 def _table(results: list[SimulationResult]) -> Table:

@@ -39,7 +39,11 @@ COPIED = ("copied_bytes_total", "Bytes of experts copied to the device, by what 
 
 LAYER_COUNTERS = (
     Series("steps", "steps_total", "Steps in which the layer ran."),
-    Series("waves", "waves_total", "Waves: parts of a step that were computed one by one."),
+    Series(
+        "waves",
+        "waves_total",
+        "Parts in which the layer's steps were computed; several where experts exceed the slots.",
+    ),
     Series("hits", "expert_hits_total", "Demanded experts that were in a slot."),
     Series("misses", "expert_misses_total", "Demanded experts that were not on the device."),
     Series("late", "expert_late_total", "Demanded experts whose prefetch was under way."),

@@ -94,6 +94,8 @@ def print_plan(model: str, planner: Planner, plan: Plan, target: float | None) -
     if plan.best is not None:
         out.print("\nstart it with", style="bold")
         out.print(f"  {_command(model, planner, plan)}", markup=False, soft_wrap=True)
+        if not plan.all_fit:
+            _print_host_warning(sizes)
 
 
 def print_sizes(
@@ -143,6 +145,18 @@ def print_machine(machine: Machine, report: Report) -> None:
         out.print("no problems found")
 
 
+def _print_host_warning(sizes: ModelSizes) -> None:
+    """Whether this machine could not run the command that has just been shown."""
+    limit = tightest_host_limit()
+    if limit.available_bytes < sizes.pinned_bytes:
+        out.print(
+            f"on a machine with more host memory: this one has {gib(limit.available_bytes)} free, "
+            f"and the experts need {gib(sizes.pinned_bytes)}",
+            markup=False,
+            style="bold",
+        )
+
+
 def _print_model(model: str, sizes: ModelSizes) -> None:
     limit = tightest_host_limit()
     enough = "" if limit.available_bytes >= sizes.pinned_bytes else ", which is too little"
@@ -167,12 +181,17 @@ def _print_model(model: str, sizes: ModelSizes) -> None:
 
 def _memory_lines(planner: Planner, plan: Plan) -> Iterator[tuple[str, str]]:
     memory, workload, sizes = plan.memory, planner.workload, planner.sizes
+    unit, scale = ("GiB", 2**30) if memory.usable >= 2**30 else ("MiB", 2**20)
+
+    def size(num_bytes: float) -> str:
+        return f"{num_bytes / scale:>8.2f}"
+
     tokens = f"{workload.batch} x {workload.context} tokens"
-    yield f"  vLLM may use {workload.utilization:.0%}", f"{_gib(memory.usable):>8} GiB"
-    yield "  weights beside the experts", f"{_gib(memory.dense):>8}"
-    yield f"  KV cache, {tokens}", f"{_gib(memory.kv_cache):>8}"
-    yield "  activations and graphs", f"{_gib(memory.activations):>8}"
-    yield "  staging ring for prompts", f"{_gib(memory.staging):>8}"
+    yield f"  vLLM may use {workload.utilization:.0%}", f"{size(memory.usable)} {unit}"
+    yield "  weights beside the experts", size(memory.dense)
+    yield f"  KV cache, {tokens}", size(memory.kv_cache)
+    yield "  activations and graphs", size(memory.activations)
+    yield "  staging ring for prompts", size(memory.staging)
     if plan.all_fit:
         meaning = "all experts fit: no cache needed"
     elif plan.best is not None:
@@ -180,8 +199,8 @@ def _memory_lines(planner: Planner, plan: Plan) -> Iterator[tuple[str, str]]:
     elif memory.left_for_slots < 0:
         meaning = "too little for the rest of the model"
     else:
-        meaning = f"too little: {sizes.top_k} slots take {_gib(sizes.slot_bytes(sizes.top_k))}"
-    yield "  left for experts", f"{_gib(memory.left_for_slots):>8} = {meaning}"
+        meaning = f"too little: {sizes.top_k} slots take {gib(sizes.slot_bytes(sizes.top_k))}"
+    yield "  left for experts", f"{size(memory.left_for_slots)} = {meaning}"
 
 
 def _print_estimates(estimates: Iterable[Estimate], sizes: ModelSizes) -> None:

@@ -976,8 +976,10 @@ class TestReport:
                 row |= {"pinned_gib": 54.0, "plan_step_ms": 1234.5, "link_gbs": 53.2}
                 row |= {"ttft_ms": [12345.6, 1, 1], "tpot_ms": [1234.5, 2345.6, 3456.7]}
                 row["hit_rate"] = 1.0
+        done.files = ["plot: steps.png", "all figures: results.json"]
         report.print_report(done, Console(width=80, highlight=False))
         text = capsys.readouterr().out
+        assert text.splitlines()[-2:] == ["  plot: steps.png", "  all figures: results.json"]
         assert max(map(len, text.splitlines())) <= 80
         assert "\u2026" not in text
         assert "16 of 48 layers" in text

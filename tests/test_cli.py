@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from prefetch_runtime.config import CLI_SPELLING, POLICIES, PREDICTORS, Prefetch
 from prefetch_runtime.demo import PROMPTS, DemoResult
 from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError
 from prefetch_runtime.stats import LayerStats, RuntimeStats
+from prefetch_runtime.trace import load_trace, save_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "tiny-moe")
@@ -398,6 +400,9 @@ class TestGenerate:
         assert "b two\n" in ran.out
         assert "mode eager, policy lru" in ran.out
         assert "75.0" in ran.out
+        explained = ran.out.partition("hit %: ")[2]
+        assert all(f"{word}: " in explained for word in ("waves", "MiB", "stall"))
+        assert ("guess: " in explained) == ("guess" in ran.out.partition("hit %: ")[0])
         (call,) = calls
         assert call["settings"] == {"slots_per_layer": 8}
         assert call["max_tokens"] == 5
@@ -544,6 +549,22 @@ def test_simulate_names_the_option_that_cannot_be(
     assert ran.status == 2
     assert option in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_simulate_says_what_it_assumes_and_which_options_change_it(
+    run: Callable[..., Ran], tmp_path: Path
+) -> None:
+    trace = load_trace(ROOT / "models" / "tiny-moe-trace.npz")
+    assert trace.next_gate is not None
+    parts = {"topk": trace.topk[:32], "sequence": trace.sequence[:32]}
+    save_trace(tmp_path / "t.npz", replace(trace, **parts, next_gate=trace.next_gate[:32]))
+    ran = run("simulate", "--trace", str(tmp_path / "t.npz"), "--expert-mib=18", "--link-gbs=25")
+    assumed = " ".join(ran.out.partition("assumed: ")[2].split())
+    assert "experts of 18 MiB (--expert-mib), a link of 25 GB/s (--link-gbs)" in assumed
+    assert "755 us a copy" in assumed
+    assert "85 us of compute a layer (--compute-us)" in assumed
+    given = run("simulate", "--trace", str(tmp_path / "t.npz"), "--budget-mib", "18")
+    assert "speculation per layer: 18 MiB" in " ".join(given.out.split())
 
 
 @pytest.mark.parametrize("temperature", ["-0.1", "nan", "inf"])

@@ -105,7 +105,8 @@ class TestPlan:
     def test_the_command_that_it_ends_with_is_one_that_serve_takes(
         self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        command = run("plan", qwen, "--gpu-gib", "24").out.splitlines()[-1].split()
+        ending = run("plan", qwen, "--gpu-gib", "24").out.partition("start it with\n")[2]
+        command = ending.splitlines()[0].split()
         executed: list[str] = []
         monkeypatch.setattr("os.execv", lambda _, arguments: executed.extend(arguments))
         assert command[0] == "prefetch-runtime"
@@ -130,9 +131,31 @@ class TestPlan:
         assert "all experts fit: no cache needed" in ran.out
         assert ran.out.splitlines()[-1].startswith("  vllm serve")
 
+    @pytest.mark.parametrize(("free_gib", "warned"), [(8, True), (512, False)])
+    def test_too_little_host_memory_is_said_under_the_command_too(
+        self,
+        free_gib: int,
+        warned: bool,
+        run: Callable[..., Ran],
+        qwen: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        limit = MemoryLimit("MemAvailable", free_gib << 30, "")
+        monkeypatch.setattr(plan_report, "memory_limits", lambda: [limit])
+        ran = run("plan", qwen, "--gpu-gib", "24")
+        _narrow(ran.out)
+        below = ran.out.partition("start it with")[2]
+        assert ("on a machine with more host memory" in below) == warned
+
+    def test_small_sizes_are_in_mib(self, run: Callable[..., Ran]) -> None:
+        ran = run("plan", str(ROOT / "models" / "tiny-moe"), "--gpu-gib", "0.01")
+        assert ran.status == 1
+        assert "9.42 MiB" in ran.out
+        assert "0.91 = too little: 4 slots take 1.50 MiB" in ran.out
+
     @pytest.mark.parametrize(
         ("gib", "said"),
-        [("8", "too little: 8 slots take 3.38"), ("2", "too little for the rest of the model")],
+        [("8", "too little: 8 slots take 3.38 GiB"), ("2", "too little for the rest of the model")],
     )
     def test_a_gpu_that_holds_too_little_ends_with_status_1(
         self, gib: str, said: str, run: Callable[..., Ran], qwen: str

@@ -156,6 +156,31 @@ class TestItAgreesWithTheRest:
         chosen = checks.choose_mode(vllm_config, PrefetchConfig(slots_per_layer=8))
         assert diagnose(machine).modes["auto"] == f"is {chosen} here"
 
+    @pytest.mark.parametrize(
+        ("is_cuda", "remedy"),
+        [
+            (True, "use 'segmented', which takes every policy and predictor, or 'eager'"),
+            (False, "use 'eager' or 'auto'"),
+        ],
+    )
+    def test_a_policy_without_kernels_is_refused_with_the_modes_that_take_it(
+        self, is_cuda: bool, remedy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checks = pytest.importorskip("prefetch_runtime.vllm.checks")
+        from vllm.config import CUDAGraphMode
+
+        platform = SimpleNamespace(is_cuda=lambda: is_cuda, device_type="cpu")
+        monkeypatch.setattr(checks, "current_platform", platform)
+        graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+        vllm_config = SimpleNamespace(compilation_config=graphs)
+        config = PrefetchConfig(slots_per_layer=8, mode="full", policy="forecast")
+        with pytest.raises(ValueError, match="works on the host") as refused:
+            checks.choose_mode(vllm_config, config)
+        assert str(refused.value).endswith(f"; {remedy}")
+        if is_cuda:
+            segmented = config.model_copy(update={"mode": "segmented"})
+            assert checks.choose_mode(vllm_config, segmented) == "segmented"
+
     def test_the_supported_vllm_is_that_of_the_package(self) -> None:
         text = (ROOT / "pyproject.toml").read_text()
         assert re.findall(r'"vllm>=(\d+)\.(\d+),<(\d+)\.(\d+)"', text) == [

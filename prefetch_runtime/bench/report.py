@@ -47,6 +47,10 @@ def print_report(report: Report, out: Console) -> None:
         out.print(f"  {line}", markup=False)
     for note in report.notes:
         out.print(f"note: {note}", markup=False)
+    if report.files:
+        out.print("\nfiles", style="bold")
+    for line in report.files:
+        out.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def title(model: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -197,6 +201,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "compared": [*break_even(rows), *_metrics_lines(rows)],
         "not_measured": report.not_measured,
         "notes": report.notes,
+        "files": report.files,
         "interrupted": report.interrupted,
     }
 

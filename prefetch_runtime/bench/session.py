@@ -62,6 +62,8 @@ class Report:
     model: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Where figures and plots were written."""
     not_measured: list[str] = field(default_factory=list)
     interrupted: bool = False
 

@@ -83,7 +83,10 @@ def choose_mode(
     if asked == "auto":
         logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
         return "eager"
-    raise UnsupportedError(f"{spelled('mode')} {asked!r} {why_not}; use 'eager' or 'auto'")
+    remedy = "use 'eager' or 'auto'"
+    if wanted == "full" and _why_no_graphs(vllm_config, GRAPHS_OF["segmented"]) is None:
+        remedy = "use 'segmented', which takes every policy and predictor, or 'eager'"
+    raise UnsupportedError(f"{spelled('mode')} {asked!r} {why_not}; {remedy}")
 
 
 def why_not_mode(
