@@ -112,6 +112,7 @@ def test_names_carry_the_unit_of_their_field() -> None:
 
 def test_every_number_of_the_stats_is_exported() -> None:
     told_otherwise = {"layer_idx", "layer_name", "mode", "policy", "layers"}  # labels
+    told_otherwise |= {"mode_reason"}  # a sentence, for the table of `generate`
     told_in_parts = {"bytes_prefetched"}  # useful, late and wasted
     not_a_counter_of_the_cache = {"host_calls"}
     exported = {series.field for series in ALL}
