@@ -143,11 +143,9 @@ class CurveHitRates:
         if num_slots >= experts:
             return Demand(self._demanded(), 0.0)
         demanded = self._demanded()
-        if demanded > num_slots:
-            # The step runs in waves, which evict nothing: the residents are as good as any.
-            return Demand(demanded, demanded * (1 - num_slots / experts))
         # B streams touch S experts while one of them touches `own`, so that many recent experts of
-        # each stream are resident; the rest of the slots hold what the others want.
+        # each stream are resident; the rest of the slots hold what the others want. A step that
+        # demands more than the slots hold keeps what it asks for most, to about the same effect.
         own = experts * (1 - (1 - num_slots / experts) ** (1 / batch))
         hit_rate = self._one_stream(own / experts)
         by_others = (num_slots - own) / (experts - own)

@@ -88,9 +88,9 @@ class TestBatches:
         assert _qwen(batch=2).demand(64).demanded == pytest.approx(8 + 8 * 120 / 128)
         assert _qwen(batch=4000).demand(64).demanded == pytest.approx(128)
 
-    def test_a_step_too_wide_for_the_slots_hits_no_more_than_their_share(self) -> None:
-        assert _qwen(batch=8).demand(51).hit_rate == pytest.approx(51 / 128)  # demands 51.6
-        assert _qwen(batch=8).demand(52).hit_rate > 0.5
+    def test_a_step_too_wide_for_the_slots_hits_a_little_less_than_one_that_fits(self) -> None:
+        too_wide, fits = (_qwen(batch=8).demand(slots).hit_rate for slots in (51, 52))
+        assert 51 / 128 < too_wide < fits < too_wide + 0.02  # it demands 51.6
 
     def test_all_slots_miss_nothing(self) -> None:
         assert _qwen(batch=8).demand(128).absent == 0
@@ -99,7 +99,7 @@ class TestBatches:
         rates = [_qwen(batch=batch).demand(64).hit_rate for batch in (1, 2, 4, 8, 16)]
         assert rates == sorted(rates, reverse=True)
 
-    @pytest.mark.parametrize("batch", [2, 8])
+    @pytest.mark.parametrize("batch", [2, 4, 8, 16])
     def test_a_batch_is_predicted_from_one_stream_as_the_simulator_has_it(self, batch: int) -> None:
         trace = load_trace(ROOT / "models" / "tiny-moe-trace.npz")
         alone = TraceHitRates(trace, batch=1)
@@ -110,7 +110,7 @@ class TestBatches:
         for slots in (8, 16, 24):
             ours, truth = predicted.demand(slots), simulated.demand(slots)
             assert ours.demanded == pytest.approx(truth.demanded, rel=0.05)
-            assert ours.absent == pytest.approx(truth.absent, rel=0.2)
+            assert ours.absent == pytest.approx(truth.absent, rel=0.1)
 
 
 class TestTrace:
