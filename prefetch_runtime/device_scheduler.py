@@ -38,6 +38,7 @@ from prefetch_runtime.scheduler import (
     is_broad,
     without_padding,
 )
+from prefetch_runtime.slots import absent_when_full, split_wide
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token
 
@@ -298,33 +299,26 @@ class DeviceScheduler(Scheduler):
         if of_all:
             self._seen_mapping = of_all[0].reshape(table.mapping.shape)
             self._seen_owner = of_all[1].reshape(table.owner.shape)
-        demanded = np.flatnonzero(tokens).astype(np.int32)
-        absent = demanded[mapping[demanded] < 0]
-        absent = absent[np.argsort(-tokens[absent], kind="stable")]
-        # As `SlotTable.plan_wide`: one plan of the residents and of those that have room beside
-        # them, so that none of these is a victim; the others stream past.
-        resident = demanded[mapping[demanded] >= 0]
-        taken = resident.size if self._decodes else np.count_nonzero(owner >= 0)
-        room = table.num_slots - int(taken)
-        planned, streamed = np.concatenate([resident, absent[:room]]), absent[room:]
+        # One plan of the residents and of those that have room beside them, so that none of these
+        # is a victim; the others stream past.
+        planned, streamed = split_wide(tokens, mapping, owner, evict=self._decodes)
         if planned.size:
             self._resolve(index, self._row_of_ids(planned))
         if streamed.size:
             table.touch(index, self._row_of_ids(streamed))
         return WidePlan(
             streamed=streamed,
-            has_residents=streamed.size < demanded.size,
+            has_residents=planned.size > 0,
             into_slots=None,
-            is_broad=is_broad(demanded.size, num_experts),
+            is_broad=is_broad(planned.size + streamed.size, num_experts),
         )
 
     def _absent_ahead(self, layer: LayerCache) -> IntArray:
         """As in `Scheduler`, from what the first layer of the step has read."""
         if self._seen_mapping is None or self._seen_owner is None:
-            return np.empty(0, dtype=np.int32)
-        if np.any(self._seen_owner[layer.layer_idx] < 0):
-            return np.empty(0, dtype=np.int32)
-        return np.flatnonzero(self._seen_mapping[layer.layer_idx] < 0).astype(np.int32)
+            return np.empty(0, dtype=np.intp)
+        index = layer.layer_idx
+        return absent_when_full(self._seen_mapping[index], self._seen_owner[index])
 
     def _row_of_ids(self, experts: IntArray) -> torch.Tensor:
         """[1, E] int32 on the device, padded with -1: one shape, so one compiled kernel."""

@@ -21,7 +21,7 @@ from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.policies import create_policy
 from prefetch_runtime.recorder import Recorder, TraceRecorder
 from prefetch_runtime.slot_buffers import SlotBuffers
-from prefetch_runtime.slots import SlotPlan, SlotTable
+from prefetch_runtime.slots import SlotPlan, SlotTable, absent_when_full
 from prefetch_runtime.staging import StagedWave, StagingRing
 from prefetch_runtime.stall_clock import StallClock
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -429,10 +429,7 @@ class Scheduler:
     def _absent_ahead(self, layer: LayerCache) -> IntArray:
         """[n] experts that the layer will have to stream, as far as is known before its step;
         none while it has empty slots, for they may go there."""
-        table = layer.table
-        if np.any(table.owner < 0):
-            return np.empty(0, dtype=np.int32)
-        return np.flatnonzero(table.mapping < 0).astype(np.int32)
+        return absent_when_full(layer.table.mapping, layer.table.owner)
 
     def _plan_wide(
         self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
@@ -453,11 +450,12 @@ class Scheduler:
         into_slots: CopyTicket | None = None
         if plan.loads.size:
             into_slots = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
+        num_placed = plan.hits.size + plan.loads.size + plan.late.size
         return WidePlan(
             streamed=streamed,
-            has_residents=bool(plan.hits.size + plan.loads.size + plan.late.size),
+            has_residents=num_placed > 0,
             into_slots=into_slots,
-            is_broad=is_broad(np.unique(demanded[demanded >= 0]).size, layer.store.num_experts),
+            is_broad=is_broad(num_placed + streamed.size, layer.store.num_experts),
         )
 
     # Looking at it

@@ -248,16 +248,12 @@ class SlotTable:
         once, like a scan, and shall evict nothing; a wide decode batch will ask for most of its
         experts again. Otherwise as `plan`, but for any number of experts.
         """
-        demanded = self._unique(expert_ids)
-        named = _integers(expert_ids).ravel()
-        tokens_of = np.bincount(named[named >= 0], minlength=self.num_experts)
-        is_resident = self.mapping[demanded] >= 0
-        resident, absent = demanded[is_resident], demanded[~is_resident]
-        absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
-        taken = resident.size if evict else np.count_nonzero(self.owner >= 0)
-        room = self.num_slots - int(taken)
-        plan = self.plan(np.concatenate([resident, absent[:room]]), now)
-        streamed = absent[room:]
+        ids = _integers(expert_ids).ravel()
+        if ids.size:
+            self._check_range(ids.min(), ids.max())
+        tokens_of = np.bincount(ids[ids >= 0], minlength=self.num_experts)
+        planned, streamed = split_wide(tokens_of, self.mapping, self.owner, evict=evict)
+        plan = self.plan(planned, now)
         if streamed.size:
             self.touch(streamed, now)  # heard by the policy, counted as missed
         return WideSlotPlan(plan, streamed)
@@ -460,6 +456,35 @@ class SlotTable:
         self.mapping[expert_ids] = slots
         self.owner[slots] = expert_ids
         self.score[slots] = self.policy.insert(expert_ids, clock)
+
+
+def split_wide(
+    tokens_of: npt.NDArray[np.integer],
+    mapping: npt.NDArray[np.integer],
+    owner: npt.NDArray[np.integer],
+    *,
+    evict: bool,
+) -> tuple[IdArray, IdArray]:
+    """Which experts of a demand are planned and which stream past, as `plan_wide` says.
+
+    Args:
+        tokens_of: [E] how often each expert is named.
+        mapping, owner: of the layer's table, before the demand.
+    """
+    demanded = np.flatnonzero(tokens_of)
+    is_resident = mapping[demanded] >= 0
+    resident, absent = demanded[is_resident], demanded[~is_resident]
+    absent = absent[np.argsort(-tokens_of[absent], kind="stable")]
+    taken = resident.size if evict else np.count_nonzero(owner >= 0)
+    room = owner.size - int(taken)
+    return np.concatenate([resident, absent[:room]]), absent[room:]
+
+
+def absent_when_full(mapping: npt.NDArray[np.integer], owner: npt.NDArray[np.integer]) -> IdArray:
+    """Experts without a slot, or none while a slot is empty, for they may go there."""
+    if np.any(owner < 0):
+        return _NONE
+    return np.flatnonzero(mapping < 0)
 
 
 def _integers(expert_ids: npt.ArrayLike) -> npt.NDArray[np.integer]:

@@ -35,9 +35,7 @@ def tensors_held(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
             inside = [(f"{where}[{key!r}]", item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
             inside = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
-        elif type(value).__module__.partition(".")[0] in ("vllm", "types") and hasattr(
-            value, "__dict__"
-        ):
+        elif _is_vllms(value):
             inside = [(f"{where}.{name}", item) for name, item in vars(value).items()]
         else:
             return
