@@ -199,22 +199,23 @@ def child(kind: str, model: str, options: argparse.Namespace) -> Iterator[dict[s
         llm.llm_engine.engine_core.shutdown()
 
 
+def generate(llm: Any, batch: list[dict[str, Any]], tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds, and so many tokens for each prompt."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False)
+    start = time.perf_counter()
+    outputs = llm.generate(batch, sampling, use_tqdm=False)
+    return time.perf_counter() - start, [list(o.outputs[0].token_ids) for o in outputs]
+
+
 def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from vllm import SamplingParams
 
     is_cache, is_uva = kind.startswith("cache"), kind.startswith("uva")
     row: dict[str, Any] = {}
     if is_uva:
         row["offloaded_gib"] = llm.collective_rpc(_offloaded_bytes)[0] / 2**30
-
-    def go(batch: list[dict[str, Any]], tokens: int) -> tuple[float, list[list[int]]]:
-        sampling = SamplingParams(
-            temperature=0.0, ignore_eos=True, max_tokens=tokens, detokenize=False
-        )
-        start = time.perf_counter()
-        outputs = llm.generate(batch, sampling, use_tqdm=False)
-        return time.perf_counter() - start, [list(o.outputs[0].token_ids) for o in outputs]
 
     def counted() -> dict[str, float]:
         if not is_cache:
@@ -228,9 +229,9 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
 
     if not is_uva:
         long_prompt = prompts(1, options.prompt)
-        go(long_prompt, 1)
+        generate(llm, long_prompt, 1)
         before = counted()
-        row["prefill_s"] = min(go(long_prompt, 1)[0] for _ in range(2))
+        row["prefill_s"] = min(generate(llm, long_prompt, 1)[0] for _ in range(2))
         if is_cache:
             copied = (counted()["bytes_copied"] - before["bytes_copied"]) / 2
             row["prefill_gbps"] = copied / row["prefill_s"] / 1e9
@@ -239,7 +240,7 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
         row |= {f"{name}_b{size}": value for name, value in steps.items()}
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if options.record and not is_uva:
-        row["record"] = record(llm, go, options)
+        row["record"] = record(llm, options)
     if is_cache:
         row["stats"] = llm.collective_rpc("prefetch_stats")[0]
         row["mode"] = row["stats"]["mode"]
@@ -292,7 +293,7 @@ def decode_steps(
     return found
 
 
-def record(llm: Any, go: Any, options: argparse.Namespace) -> dict[str, Any]:
+def record(llm: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens and digests of the recorded layers, for the prompt and for decoding."""
     layers = [int(layer) for layer in options.record.split(",") if layer]
     recorder: list[LayerRecorder] = []
@@ -304,7 +305,7 @@ def record(llm: Any, go: Any, options: argparse.Namespace) -> dict[str, Any]:
         ("prefill", prompts(1, options.prompt), 1),
         *((f"b{n}", prompts(int(n), 64), options.new) for n in options.batches.split(",")),
     ):
-        _, ids = go(batch, tokens)
+        _, ids = generate(llm, batch, tokens)
         taken[name] = {"tokens": ids, "layers": recorder[0].take()}
     recorder[0].close()
     return taken
@@ -331,7 +332,8 @@ def compare(row: dict[str, Any], reference: dict[str, Any]) -> None:
 class Child:
     """An engine in a process of its own; what it says comes line by line as JSON."""
 
-    def __init__(self, kind: str, model: str, limit_s: float) -> None:
+    def __init__(self, kind: str, model: str, limit_s: float, script: str = __file__) -> None:
+        """`script`: what is run, with this process's arguments and `--child KIND@MODEL`."""
         self.row: dict[str, Any] = {"engine": kind}
         environment = {
             **os.environ,
@@ -339,7 +341,7 @@ class Child:
             "VLLM_PLUGINS": "",
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}@{model}"],
+            [sys.executable, script, *sys.argv[1:], "--child", f"{kind}@{model}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -382,12 +384,12 @@ class Child:
         self._timer.cancel()
 
 
-def serve_child(of: str, options: argparse.Namespace) -> int:
-    """The other end of `Child`."""
+def serve_child(of: str, options: argparse.Namespace, rows: Any = child) -> int:
+    """The other end of `Child`; `rows` says what there is to say, given what `child` is given."""
     kind, _, model = of.partition("@")
     register_loader()
     try:
-        for row in child(kind, model, options):
+        for row in rows(kind, model, options):
             if not kind.startswith("cache"):
                 row["ours"] = sorted(name for name in OURS if name in sys.modules)
             print("ROW", json.dumps(row), flush=True)

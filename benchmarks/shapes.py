@@ -21,5 +21,5 @@ def _read(path: Path) -> Any:
 
 _shapes, _weights = _read(_PACKAGE / "shapes.py"), _read(_PACKAGE / "vllm" / "random_weights.py")
 
-SHAPES, write_shape = _shapes.SHAPES, _shapes.write_shape
+SHAPES, shape_config, write_shape = _shapes.SHAPES, _shapes.shape_config, _shapes.write_shape
 LOAD_FORMAT, register_loader = _weights.LOAD_FORMAT, _weights.register_loader
