@@ -139,6 +139,14 @@ def _run(
     **options: Any,
 ) -> None:
     # numpy and the report are not needed to say that an option is wrong.
+    from prefetch_runtime.bench.child import end_all
+    from prefetch_runtime.bench.interrupts import interrupts
+
+    with interrupts.once(end_all):  # the report of an interrupted session is printed, too
+        _measure(config, folder, as_json=as_json, **options)
+
+
+def _measure(config: BenchConfig, folder: Path, *, as_json: bool, **options: Any) -> None:
     from prefetch_runtime.bench import environment, plots, report
     from prefetch_runtime.bench.session import Session
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prefetch_runtime.bench.interrupts import interrupts
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
 
 SCRIPT = Path(__file__).resolve().parent.parent / "vllm" / "bench_engine.py"
 _GRACE_S = 3.0
 """Between the polite signal and the one that cannot be ignored."""
+_running: set[int] = set()
+"""Groups of processes that `run_process` has started and not ended."""
 
 
 class Turn:
@@ -151,23 +154,33 @@ def run_process(
     Returns:
         The exit status, or None when the time was up.
     """
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=dict(environment),
-            start_new_session=True,  # Ctrl-C comes to us, and we end the whole group
-        )
+    process = None
     try:
+        with log.open("ab") as output, interrupts.held():
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C comes to us, and we end the whole group
+            )
+            _running.add(process.pid)
         if turn is None:
             return process.wait(timeout=limit_s)
         return _wait(process, turn, limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        _end(process)
+        if process is not None:
+            _end(process)
+
+
+def end_all() -> None:
+    """End what still runs, at once; who called `run_process` hears of it as of any other end."""
+    for group in tuple(_running):
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 def _wait(process: "subprocess.Popen[bytes]", turn: Turn, limit_s: float) -> int | None:
@@ -191,6 +204,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _running.discard(process.pid)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

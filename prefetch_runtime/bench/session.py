@@ -7,16 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.bench import servers
 from prefetch_runtime.bench.cases import Case, cases_of, engine_spec, refusal
-from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, run_case
+from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, end_all, run_case
 from prefetch_runtime.bench.config import BenchConfig
 from prefetch_runtime.bench.environment import has_gpu, identity
+from prefetch_runtime.bench.interrupts import interrupts
 from prefetch_runtime.bench.results import (
     Row,
     RowStore,
@@ -132,6 +133,10 @@ class Session:
 
     def run(self) -> Report:
         """Measure what is not measured yet. Ctrl-C leaves a report of what there is."""
+        with interrupts.once(end_all):
+            return self._measure()
+
+    def _measure(self) -> Report:
         config = self.config
         with tempfile.TemporaryDirectory(prefix="prefetch-runtime-bench-") as scratch:
             try:
@@ -165,16 +170,15 @@ class Session:
                 folder = Path(scratch, str(index))
                 folder.mkdir()
                 turns.append(Turn(folder, self._deadline))
-            with ThreadPoolExecutor(len(cases)) as pool:
+            pool = ThreadPoolExecutor(len(cases))
+            with ExitStack() as ending:
+                for _ in range(2):  # Ctrl-C may come in the midst of the first
+                    ending.callback(_end_turns, turns, pool)
                 running = [
                     pool.submit(self._run_case, case, model, routing, turn)
                     for case, turn in zip(cases, turns, strict=True)
                 ]
-                try:
-                    self._take_turns(turns, running)
-                finally:
-                    for turn in turns:
-                        turn.ended.set()
+                self._take_turns(turns, running)
 
     def _take_turns(self, turns: Sequence[Turn], running: "Sequence[Future[None]]") -> None:
         def is_ready(index: int) -> bool:
@@ -432,6 +436,13 @@ class Session:
                 f"{(gpu['total_bytes'] - gpu['free_bytes']) / 2**30:.1f} GiB of the GPU were taken "
                 "before anything was started: something else is running on it"
             )
+
+
+def _end_turns(turns: Sequence[Turn], pool: ThreadPoolExecutor) -> None:
+    """End the cases that still run, and wait for them."""
+    for turn in turns:
+        turn.ended.set()
+    pool.shutdown()
 
 
 def _model_config(config: BenchConfig) -> dict[str, Any]:
