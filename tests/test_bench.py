@@ -126,16 +126,23 @@ class TestConfiguration:
         [
             (b"model = ", "not valid TOML"),
             (b"\xff\xfe", "not valid TOML"),
-            (b"a=" + b"[" * 100_000, "not valid TOML"),
-            (b"#" * ((1 << 20) + 1), "larger than 1 MiB"),
+            (b"a=" + b"[" * 50_000, "not valid TOML"),
+            (b"#" * ((64 << 10) + 1), "larger than 64 KiB"),
+            (b"model = 1\n" + b"a." * 30_000 + b"a = 1", "line 2 has more than 64 dots"),
+            ('"\u2028".'.encode() * 10_000 + b"a = 1", "line 1 has more than 64 dots"),
         ],
-        ids=["cut", "no text", "deep", "huge"],
+        ids=["cut", "no text", "nested", "huge", "deep", "deep in odd lines"],
     )
     def test_a_broken_file_is_refused(self, content: bytes, message: str, tmp_path: Path) -> None:
         path = tmp_path / "bench.toml"
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             load_config_file(path)
+
+    def test_dots_in_values_and_comments_are_no_depth(self, tmp_path: Path) -> None:
+        path = tmp_path / "bench.toml"
+        path.write_text(f"# {'.' * 80}\nmodel = '{'../' * 32}m'\n")
+        assert load_config_file(path) == {"model": "../" * 32 + "m"}
 
     def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no configuration file"):

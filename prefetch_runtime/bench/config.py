@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from prefetch_runtime.config import MAX_BUDGET_MIB, PREDICTORS, ConfigError
 from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES
 
-MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 64 << 10
+MAX_DOTS = 64
+"""In a line of a file: Python's parser takes time by the square of a dotted key's length."""
 
 BASELINES = ("resident", "resident-eager", "uva", "offloader")
 MODES = ("eager", "segmented", "full")
@@ -212,14 +214,22 @@ def load_config_file(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, not yet checked.
 
     Raises:
-        ConfigError: it cannot be read, is larger than 1 MiB, or is no TOML.
+        ConfigError: it cannot be read, is larger than 64 KiB, is no TOML, or has keys of a depth
+            that no setting has.
     """
     try:
         if not path.is_file():
             raise ConfigError(f"there is no configuration file {str(path)!r}")
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB: no configuration")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB: no configuration")
+        text = path.read_text(encoding="utf-8")
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.count(".") > MAX_DOTS and not line.lstrip().startswith("#"):
+                raise ConfigError(
+                    f"{path}: line {number} has more than {MAX_DOTS} dots, and no setting is so "
+                    "deep; write each setting as `name = value`, engines below it as `name.engine`"
+                )
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
