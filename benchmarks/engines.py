@@ -91,13 +91,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the timed prompt")
+    parser.add_argument("--context", type=int, default=64, help="tokens before the decode steps")
     parser.add_argument("--repeats", type=int, default=3, help="the median is shown")
     parser.add_argument("--new", type=int, default=32, help="decode steps of a timed stretch")
     parser.add_argument("--warm", type=int, default=8, help="decode steps before those")
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds that an engine may take"
     )
-    parser.add_argument("--record", default="0", help="MoE layers whose outputs are compared")
+    parser.add_argument(
+        "--record",
+        default="0",
+        help="MoE layers whose outputs are compared; none with --graphs: ''",
+    )
     parser.add_argument("--memory-fraction", type=float, default=1.0, help="for cache engines")
     parser.add_argument("--graphs", action="store_true", help="compile and capture CUDA graphs")
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -113,7 +118,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
     parser.add_argument("--after", type=Path, help="load, but measure only once this file exists")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.record and options.graphs:
+        parser.error("layer outputs are not recorded in compiled graphs: add --record ''")
+    return options
 
 
 def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -128,6 +136,8 @@ def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict
         "disable_log_stats": True,
         "seed": 0,
         "kv_cache_memory_bytes": 2 << 30,
+        # vLLM insists that so much is free when it starts; others may be loaded beside it.
+        "gpu_memory_utilization": 0.05,
     }
     if options.graphs:
         sizes = [int(size) for size in options.sizes.split(",")]
@@ -236,7 +246,7 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
             copied = (counted()["bytes_copied"] - before["bytes_copied"]) / 2
             row["prefill_gbps"] = copied / row["prefill_s"] / 1e9
     for size in map(int, options.batches.split(",")):
-        steps = decode_steps(llm, prompts(size, 64), options, counted)
+        steps = decode_steps(llm, prompts(size, options.context), options, counted)
         row |= {f"{name}_b{size}": value for name, value in steps.items()}
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if options.record and not is_uva:

@@ -38,15 +38,6 @@ FORMATS = {
 """vLLM's quantisation methods that are served, and the `--moe-backend`s that serve them, the
 nearest first."""
 
-NOT_COMPARED = (
-    "CompressedTensorsWNA16MarlinMoEMethod",
-    "CompressedTensorsWNA16MoEMethod",
-    "AutoGPTQMoEMethod",
-    "AutoAWQMoEMethod",
-)
-"""Formats whose outputs on a GPU have not been compared with a resident run yet: int4 and int8
-through Marlin, which gave equal bits for fp8 and MXFP4."""
-
 OTHER_FORMATS = {
     "MoeWNA16Method": "int4 that vLLM did not give to Marlin, which needs a hidden size that is a "
     "multiple of 128 and group size 32, 64 or 128",

@@ -15,7 +15,6 @@ from prefetch_runtime.scheduler import Guesses
 from prefetch_runtime.vllm.checkpoint import LoadedExperts, check_written, needed_of
 from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
 from prefetch_runtime.vllm.kernels import (
-    NOT_COMPARED,
     ROWS_BY_BLOCK,
     RowKeeper,
     TunedConfigs,
@@ -180,13 +179,6 @@ class PrefetchRoutedExperts(RoutedExperts):
         )
         self._cache_store = store
         self._experts = check_kernel(self.layer_name, self.quant_method)
-        method = type(self.quant_method).__name__
-        if self._is_first and engine.device.type == "cuda" and method in NOT_COMPARED:
-            logger.warning(
-                "Expert cache: outputs of %s have not been compared with resident experts on a "
-                "GPU yet; its kernel's have, in other formats",
-                method,
-            )
         self._seats = Seats(self, buffers.tensors)
         engine.scheduler.add_layer(
             self._cache_layer_idx, self.layer_name, store, buffers, expert_map=self.expert_map
