@@ -215,6 +215,19 @@ class TestCases:
             taken += tensor
         assert taken == absent
 
+    def test_uva_all_offloads_every_tensor(self, sizes: ModelSizes) -> None:
+        spec = self.spec("uva-all", None, sizes)
+        every = 16 * 128 * sizes.expert_bytes
+        last = sizes.expert_bytes * 128 // 3
+        assert every - last < spec["llm"]["cpu_offload_gb"] * 1024**3 < every
+        assert spec["offloads"]
+
+    def test_graphs_in_pieces_are_cut_at_the_moe_op(self, sizes: ModelSizes) -> None:
+        spec = self.spec("resident-pieces", None, sizes)
+        assert spec["llm"]["compilation_config"]["cudagraph_mode"] == "PIECEWISE"
+        assert spec["in_pieces"]
+        assert not self.spec("resident", None, sizes)["in_pieces"]
+
     def test_every_engine_with_graphs_has_the_same_ones(self, sizes: ModelSizes) -> None:
         specs = [
             self.spec(name, slots, sizes)["llm"]
@@ -241,7 +254,9 @@ class TestCases:
         ("name", "why"),
         [
             ("uva", "needs a CUDA device"),
+            ("uva-all", "needs a CUDA device"),
             ("offloader", "needs a CUDA"),
+            ("resident-pieces", "no CUDA device"),
             ("full", "no CUDA device"),
             ("segmented", "no CUDA device"),
         ],
@@ -250,12 +265,16 @@ class TestCases:
         self, name: str, why: str, sizes: ModelSizes
     ) -> None:
         case = Case(parse_engine(name), 32)
-        assert why in str(refusal(case, has_gpu=False, sizes=sizes))
-        assert refusal(case, has_gpu=True, sizes=sizes) is None
+        assert why in str(refusal(case, has_gpu=False, compiled=True, sizes=sizes))
+        assert refusal(case, has_gpu=True, compiled=True, sizes=sizes) is None
+
+    def test_graphs_in_pieces_are_refused_uncompiled(self, sizes: ModelSizes) -> None:
+        case = Case(parse_engine("resident-pieces"), None)
+        assert "compile = true" in str(refusal(case, has_gpu=True, compiled=False, sizes=sizes))
 
     def test_an_offloader_without_room_is_refused(self, sizes: ModelSizes) -> None:
         case = Case(parse_engine("offloader"), 1)
-        assert "no room" in str(refusal(case, has_gpu=True, sizes=sizes))
+        assert "no room" in str(refusal(case, has_gpu=True, compiled=True, sizes=sizes))
 
 
 class TestChild:
@@ -419,6 +438,17 @@ class TestRows:
         lines = "\n".join(break_even(ROWS))
         assert "full:32 than uva: faster at batch 1 (4.00x at batch 1, 0.83x at 8)" in lines
         assert "than resident: at no batch faster (0.40x at batch 1" in lines
+
+    def test_a_baseline_without_slots_is_compared_with_every_number_of_them(self) -> None:
+        rows = [
+            *ROWS,
+            measured("uva-all", None, 1, 30.0),
+            measured("resident-pieces", None, 1, 15.0),
+        ]
+        lines = "\n".join(break_even(rows))
+        assert "than uva-all: faster at every batch (6.00x at batch 1)" in lines
+        assert "than resident-pieces: faster at every batch (3.00x at batch 1)" in lines
+        assert with_parts(rows, 50.0)[4]["compute_ms"] == 2.0, "pieces are no measure of compute"
 
     def test_metrics_on_is_compared_with_off(self) -> None:
         (ratio,) = metrics_ratios(ROWS)

@@ -211,7 +211,9 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     class LLM:
         def __init__(self, **arguments: Any) -> None:
-            assert arguments["offload_params"] == {"w2_weight"}, "a set, as vLLM wants it"
+            offloaded = arguments.get("offload_params", {"w2_weight"})
+            assert offloaded == {"w2_weight"}, "a set, as vLLM wants it"
+            self.arguments = arguments
             self.llm_engine = Engine()
 
         def collective_rpc(self, _: Any) -> list[Any]:
@@ -225,7 +227,7 @@ def test_a_baseline_that_offloads_nothing_is_an_error(
     starting: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = {"offload_params": ["w2_weight"]}
-    bench = made_bench(tmp_path, Engine(), llm=llm, offloads=True)
+    bench = made_bench(tmp_path, Engine(), llm=llm, offloads=True, in_pieces=False)
     with pytest.raises(RuntimeError, match="has offloaded nothing"):
         bench.start()
     starting["offloaded_bytes"] = 3
@@ -250,3 +252,15 @@ def test_the_script_loads_nothing_of_ours() -> None:
         [sys.executable, "-P", "-c", code, script], capture_output=True, text=True, check=True
     )
     assert finished.stdout.strip() == ""
+
+
+@pytest.mark.usefixtures("starting")
+def test_pieces_end_at_the_moe_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "OURS", ())
+    llm = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    ops = types.SimpleNamespace(CompilationConfig=types.SimpleNamespace(_attention_ops=["a"]))
+    monkeypatch.setitem(sys.modules, "vllm.config", ops)
+    bench = made_bench(tmp_path, Engine(), llm=llm, offloads=False, in_pieces=True)
+    bench.start()
+    split = bench.llm.arguments["compilation_config"]["splitting_ops"]
+    assert split == ["a", "vllm::moe_forward", "vllm::moe_forward_shared"]

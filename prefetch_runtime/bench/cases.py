@@ -13,6 +13,8 @@ from prefetch_runtime.offline import WORKER_CLS
 
 INJECTED_WORKER_CLS = "prefetch_runtime.vllm.injected_worker.InjectedWorker"
 EXPERTS = ("w13_weight", "w2_weight")
+OFFLOADERS = ("uva", "uva-all", "offloader")
+"""vLLM's own, which must have offloaded something."""
 _BLOCK = 16  # tokens of a KV cache block
 
 
@@ -78,12 +80,14 @@ def divide_layers(num_layers: int, budget: float) -> Layers | None:
     return None if best is None else best[1]
 
 
-def refusal(case: Case, *, has_gpu: bool, sizes: ModelSizes) -> str | None:
+def refusal(case: Case, *, has_gpu: bool, compiled: bool, sizes: ModelSizes) -> str | None:
     """Why a case is not even started; None: it is."""
-    if not has_gpu and case.engine.base in ("uva", "offloader"):
+    if not has_gpu and case.engine.base in OFFLOADERS:
         return "vLLM's offloader needs a CUDA device, and there is none"
-    if not has_gpu and case.engine.base in ("full", "segmented"):
-        return f"mode {case.engine.base} decodes as CUDA graphs, and there is no CUDA device"
+    if not has_gpu and case.engine.base in ("full", "segmented", "resident-pieces"):
+        return f"{case.engine.base} decodes as CUDA graphs, and there is no CUDA device"
+    if case.engine.base == "resident-pieces" and not compiled:
+        return "vLLM cuts its graphs into pieces only with compile = true"
     if case.engine.base == "offloader" and _division(case, sizes) is None:
         return "vLLM's prefetch offloader keeps a layer's experts whole: no room for one"
     return None
@@ -130,6 +134,7 @@ def engine_spec(
         "trust_remote_code": False,
         "enforce_eager": not (has_gpu and case.engine.has_graphs),
     }
+    in_pieces = case.engine.base == "resident-pieces"
     if has_gpu:
         # Fixed, so that no engine trades KV cache for experts. Room for a quarter more.
         kv_bytes = widest * sizes.kv_bytes(longest) * 5 // 4 + (64 << 20)
@@ -140,7 +145,7 @@ def engine_spec(
         if case.engine.has_graphs:
             # What mode full allows, for every engine: prompts run without graphs.
             llm["compilation_config"] = {
-                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_mode": "PIECEWISE" if in_pieces else "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": sorted(config.batches),
                 **({} if config.compile else {"mode": 0}),
             }
@@ -155,7 +160,8 @@ def engine_spec(
         "llm": llm,
         "is_cache": case.engine.is_cache,
         "metrics": case.engine.metrics,
-        "offloads": case.engine.base in ("uva", "offloader"),
+        "offloads": case.engine.base in OFFLOADERS,
+        "in_pieces": in_pieces,
         "random_weights": random_weights,
         "routing": None if routing is None else str(routing),
         "batches": batches,
@@ -189,9 +195,8 @@ def _arguments_of(
             "worker_cls": INJECTED_WORKER_CLS if injected else WORKER_CLS,
             "additional_config": {ADDITIONAL_CONFIG_KEY: settings},
         }
-    if engine.base == "uva":
-        assert slots is not None
-        absent = sizes.num_experts - slots
+    if engine.base in ("uva", "uva-all"):
+        absent = sizes.num_experts - (slots or 0)
         # vLLM goes on until the limit is reached: a byte less keeps it from one tensor too many.
         gib = (sizes.num_moe_layers * absent * sizes.expert_bytes - 1) / 2**30
         return {

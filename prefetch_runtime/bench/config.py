@@ -17,7 +17,9 @@ MAX_FILE_BYTES = 64 << 10
 MAX_DOTS = 64
 """In a line of a file: Python's parser takes time by the square of a dotted key's length."""
 
-BASELINES = ("resident", "resident-eager", "uva", "offloader")
+BASELINES = ("uva", "uva-all", "offloader", "resident", "resident-pieces", "resident-eager")
+"""vLLM alone; see `docs/benchmarks.md`."""
+SIZED_BASELINES = ("uva", "offloader")
 MODES = ("eager", "segmented", "full")
 ROUTINGS = ("model", "calibrated", "uniform")
 """Who routes: the model, or a generated trace; else the path of a trace."""
@@ -49,7 +51,7 @@ class Engine:
     @property
     def sized(self) -> bool:
         """Whether it comes with numbers of slots."""
-        return self.base not in ("resident", "resident-eager")
+        return self.base in (*MODES, *SIZED_BASELINES)
 
 
 def parse_engine(name: str) -> Engine:
@@ -107,8 +109,9 @@ class BenchConfig(BaseModel):
     layers: Positive | None = None
     """Cut a named shape to so many layers."""
     engines: list[str] = ["resident", "uva", "offloader", "eager", "segmented", "full"]
-    """`resident`, `resident-eager`, `uva` and `offloader` are vLLM alone; a mode may be followed by
-    a predictor, a policy and `metrics`, as in `full+next_gate`."""
+    """`resident`, `resident-pieces`, `resident-eager`, `uva`, `uva-all` and `offloader` are vLLM
+    alone; a mode may be followed by a predictor, a policy and `metrics`, as in
+    `full+next_gate`."""
     slots: list[int | str] = ["25%", "50%", "100%"]
     """Experts of each layer on the device: numbers or shares."""
     slots_of: dict[str, list[int | str]] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from prefetch_runtime.bench.cases import Case
+from prefetch_runtime.bench.config import BASELINES
 from prefetch_runtime.config import ConfigError
 
 Row = dict[str, Any]
@@ -176,7 +177,7 @@ def with_parts(rows: Sequence[Row], link_gbs: float | None) -> list[Row]:
     resident = {
         (row["graphs"], row["batch"]): row["step_ms"]
         for row in rows
-        if row["status"] == "ok" and row["engine"].startswith("resident")
+        if row["status"] == "ok" and row["engine"] in ("resident", "resident-eager")
     }
     made = []
     for row in rows:
@@ -215,9 +216,9 @@ def break_even(rows: Iterable[Row]) -> list[str]:
         if engine.partition("+")[0] not in ("full", "segmented", "eager"):
             continue
         said = []
-        for other in ("uva", "offloader", "resident", "resident-eager"):
+        for other in BASELINES:
             theirs = by.get((other, slots)) or by.get((other, None))
-            if (other == "resident-eager") != engine.startswith("eager") and "resident" in other:
+            if other == ("resident" if engine.startswith("eager") else "resident-eager"):
                 continue
             shared = sorted(set(ours) & set(theirs or {}))
             if theirs is None or not shared:

@@ -203,7 +203,7 @@ class Session:
                     self._take(found)
         if not missing:
             return
-        why_not = refusal(case, has_gpu=self._gpu, sizes=self.sizes)
+        why_not = self._refusal(case)
         limit_s = self._limit(case)
         if why_not is not None:
             outcome = Outcome("refused", why_not)
@@ -369,8 +369,11 @@ class Session:
             )
         )
 
+    def _refusal(self, case: Case) -> str | None:
+        return refusal(case, has_gpu=self._gpu, compiled=self.config.compile, sizes=self.sizes)
+
     def _key(self, case: Case, batch: int) -> str:
-        if refusal(case, has_gpu=self._gpu, sizes=self.sizes) is not None:
+        if self._refusal(case) is not None:
             return _digest(f"{case.name} {batch} {self._digests} {self._gpu}".encode())
         spec = self._spec(case, "", None, [batch])
         return key_of(spec, batch, self._digests)

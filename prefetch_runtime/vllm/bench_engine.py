@@ -124,6 +124,13 @@ def worker_memory(worker: Any) -> dict[str, int]:
     }
 
 
+def splitting_ops() -> list[str]:
+    """vLLM's own, and its MoE ops: a layer whose host decides would run between graphs so."""
+    from vllm.config import CompilationConfig
+
+    return [*CompilationConfig._attention_ops, "vllm::moe_forward", "vllm::moe_forward_shared"]
+
+
 def experts_are_zero(worker: Any) -> bool:
     """Whether some MoE layer has nothing but zeros, on which no time means anything."""
     parameters = expert_parameters(worker.get_model())
@@ -144,11 +151,13 @@ class Bench:
 
         self.events.enter("loading")
         started = time.perf_counter()
-        arguments = {
+        arguments: dict[str, Any] = {
             # JSON has no sets, and vLLM takes nothing else for these.
             name: set(value) if name in ("cpu_offload_params", "offload_params") else value
             for name, value in self.spec["llm"].items()
         }
+        if self.spec["in_pieces"]:
+            arguments["compilation_config"]["splitting_ops"] = splitting_ops()
         self.llm: Any = LLM(**arguments)
         self.engine: Any = self.llm.llm_engine
         seconds = time.perf_counter() - started
