@@ -349,6 +349,7 @@ class Child:
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_PLUGINS": "",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # or nobody would empty the pipe
         }
         self._process = subprocess.Popen(
             [sys.executable, script, *sys.argv[1:], "--child", f"{kind}@{model}"],

@@ -1,11 +1,12 @@
 """What prediction saves inside one captured graph: none, next gate, oracle, on one routing.
 
-    python benchmarks/prefetch_table.py --expert-intermediate 768 --slots 32,64 --out rows.json
+    python benchmarks/prefetch_table.py --expert-intermediate 768,192 --slots 32,64 --out rows.json
     python benchmarks/prefetch_table.py --table rows.json more-rows.json      # no GPU needed
     python benchmarks/prefetch_table.py --simulate                # nor here: what a model says
 
-One vLLM engine per number of slots: Qwen3-30B-A3B's shape cut to --layers MoE layers, random
-weights, mode `full`. Routing is that of `routing_generator` (calibrated to Qwen3-30B-A3B, or
+One vLLM engine per size of an expert and number of slots, each in a process of its own; they load
+side by side and are measured one at a time: Qwen3-30B-A3B's shape cut to --layers MoE layers,
+random weights, mode `full`. Routing is that of `routing_generator` (calibrated to Qwen3-30B-A3B, or
 uniform: nothing to predict), and so are the guesses: `next_gate` names the chosen experts as well
 as the published next gate does, at random for uniform routing; `oracle` names them exactly.
 
@@ -24,13 +25,11 @@ bytes by what became of them. Not measured: sampling, vLLM's host work between r
 """
 
 import argparse
-import gc
 import json
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -165,17 +164,17 @@ def tensors_of(trace: Trace, tokens: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def measure_batch(
-    arms: Arms, batch: int, options: argparse.Namespace, predicts: bool
+    arms: Arms,
+    batch: int,
+    traces: Mapping[str, Trace],
+    options: argparse.Namespace,
+    predicts: bool,
 ) -> Iterable[dict[str, Any]]:
     """The arms of one batch size."""
-    for kind in ("calibrated", "uniform"):
-        preset = "qwen3-30b-a3b" if kind == "calibrated" else "uniform"
-        model = create_routing_model(preset, num_layers=options.layers)
+    for kind, trace in traces.items():
         steps = options.steps if kind == "calibrated" else options.steps // 2
         warm = options.warm if kind == "calibrated" else options.warm // 2
-        tokens = max(options.batches)
-        trace = generate_routing(model, options.steps + options.warm, batch_size=tokens, seed=1)
-        routing, guesses, oracle = tensors_of(trace, tokens)
+        routing, guesses, oracle = tensors_of(trace, max(options.batches))
         nothing = [0] * options.layers
         kept = {"batch": batch, "routing": kind}
         none = arms.measure(routing, guesses, warm=warm, steps=steps, budgets=nothing)
@@ -193,19 +192,27 @@ def measure_batch(
         yield {**kept, "predictor": "auto", **row}
 
 
-def measure_engine(
-    slots: int, options: argparse.Namespace, *, predicts: bool
-) -> Iterable[dict[str, Any]]:
-    """All rows of one engine."""
-    from shapes import LOAD_FORMAT, register_loader, write_shape
+def generated(options: argparse.Namespace) -> dict[str, Trace]:
+    """The routing of every arm, by its kind."""
+    return {
+        kind: generate_routing(
+            create_routing_model(preset, num_layers=options.layers),
+            options.steps + options.warm,
+            batch_size=max(options.batches),
+            seed=1,
+        )
+        for kind, preset in (("calibrated", "qwen3-30b-a3b"), ("uniform", "uniform"))
+    }
+
+
+def measure_engine(kind: str, model: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """First how long the engine of `kind` took to load; then, row by row, what was measured."""
+    from shapes import LOAD_FORMAT
     from vllm import LLM, SamplingParams
 
-    register_loader()
-    model = write_shape(
-        "qwen3-30b-a3b", Path(f"/tmp/prefetch-table-{options.expert_intermediate}"),
-        num_hidden_layers=options.layers, moe_intermediate_size=options.expert_intermediate,
-        vocab_size=8192,
-    )  # fmt: skip
+    _, count, hook = kind.split(":")
+    slots, predicts = int(count), hook == "hook"
+    traces = generated(options)
     sizes = (options.steps + options.warm, options.layers, max(options.batches), 8, 16)
     os.environ["PREFETCH_BENCH_SIZES"] = ",".join(map(str, sizes))
     settings = {"slots_per_layer": slots, "mode": "full", "prefetch_budget_mib": 0.0}
@@ -217,12 +224,13 @@ def measure_engine(
         model=str(model), load_format=LOAD_FORMAT, skip_tokenizer_init=True, seed=0,
         max_model_len=1024, max_num_seqs=max(options.batches), max_num_batched_tokens=1024,
         enable_prefix_caching=False, disable_log_stats=True, kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.05,  # of which so much must be free at the start
         compilation_config={"cudagraph_capture_sizes": sorted(options.batches)},
         worker_cls=WORKER_CLS, additional_config={"prefetch_runtime": settings},
     )  # fmt: skip
     started_s = time.perf_counter() - begun_at
-    print(f"engine of {slots} slots, predicts={predicts}: started in {started_s:.0f} s", flush=True)
     try:
+        yield {"started_s": started_s}
         held: list[Any] = []
         llm.collective_rpc(lambda worker: held.append(worker.prefetch_engine))
         engine = held[0]
@@ -234,18 +242,15 @@ def measure_engine(
             ]
             llm.generate(prompts, sampling, use_tqdm=False)
             arms = Arms(engine.scheduler, engine.injection, replayed.take())
-            for row in measure_batch(arms, batch, options, predicts):
-                yield {"slots": slots, "started_s": started_s, **row}
+            for row in measure_batch(arms, batch, traces, options, predicts):
+                yield {"slots": slots, **row}
         problems = audit(engine.scheduler)
         if problems:
             raise RuntimeError(f"the audit of the slots found {problems[:3]}")
-        print(f"audit of {slots} slots: every mapped byte is the host store's", flush=True)
+        yield {"finished": True}
     finally:
         replayed.close()
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 class ReplayedGraph:
@@ -358,7 +363,7 @@ def simulated(
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--expert-intermediate", type=int, default=768)
+    parser.add_argument("--expert-intermediate", type=_integers, default=[768, 192])
     parser.add_argument("--layers", type=int, default=16, help="MoE layers of the shape")
     parser.add_argument("--slots", type=_integers, default=[32, 64])
     parser.add_argument("--batches", type=_integers, default=[1, 4])
@@ -366,6 +371,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=64, help="before them")
     parser.add_argument("--plain", action="store_true", help="engines without the hook, too")
     parser.add_argument("--limit-s", type=float, default=225, help="no new row after so long")
+    parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=None, help="write the rows as JSON")
     parser.add_argument("--table", type=Path, nargs="+", help="print the table of such files")
     parser.add_argument("--simulate", action="store_true", help="simulate both expert sizes")
@@ -391,36 +397,56 @@ def main() -> int:
         ):
             print(line, flush=True)
         return 0
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ["VLLM_PLUGINS"] = ""
+    import engines
+    from shapes import write_shape
+
+    if options.child is not None:
+        return engines.serve_child(options.child, options, measure_engine)
     begun_at = time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    engines = [(slots, True) for slots in options.slots]
-    if options.plain:
-        engines += [(slots, False) for slots in options.slots]
-    failed = 0
-    for slots, predicts in engines:
-        if time.perf_counter() - begun_at > options.limit_s:
-            print(f"no time left for {slots} slots, predicts={predicts}", flush=True)
+    children = []
+    for width, hook in product(options.expert_intermediate, ["hook", "plain"]):
+        if hook == "plain" and not options.plain:
             continue
-        try:
-            for row in measure_engine(slots, options, predicts=predicts):
-                rows.append(row)
-                at = time.perf_counter() - begun_at
-                shown = {k: v for k, v in row.items() if k not in ("budgets", "windows_s")}
-                print(f"ROW {at:.0f} s", json.dumps(shown), flush=True)
-                if options.out is not None:
-                    options.out.write_text(json.dumps(rows))
-                if at > options.limit_s:
-                    print("no time left for this engine's other rows", flush=True)
-                    break
-        except Exception:
-            failed = 1
-            traceback.print_exc()
+        model = write_shape(
+            "qwen3-30b-a3b", Path(f"/tmp/prefetch-table-{width}"), vocab_size=8192,
+            num_hidden_layers=options.layers, moe_intermediate_size=width,
+        )  # fmt: skip
+        for slots in options.slots:
+            kind = f"cache-{width}:{slots}:{hook}"
+            # Far above the limit for rows: what hangs is ended.
+            children.append(engines.Child(kind, str(model), options.limit_s + 60, __file__))
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    for child in children:
+        child.listen()
+    for child in children:
+        for row in rows_of(child, begun_at + options.limit_s):
+            rows.append(row)
+            at = time.perf_counter() - begun_at
+            shown = {k: v for k, v in row.items() if k not in ("budgets", "windows_s")}
+            print(f"ROW {at:.0f} s", json.dumps(shown), flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(rows))
+        child.close()
+        why = child.row.get("failed")
+        print(child.row["engine"], "failed: " + why if why else "audited", flush=True)
+        failed |= why is not None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(f"{device}, torch {torch.__version__}, {options.layers} of 48 layers")
     print(table(rows))
     return failed
+
+
+def rows_of(child: Any, until: float) -> Iterator[dict[str, Any]]:
+    """What an engine measures, row by row; one that has no time left fails for that."""
+    while "failed" not in child.row:
+        if time.perf_counter() > until:
+            child.row["failed"] = "no time left for all its rows"
+            return
+        child.go_on()
+        if "failed" in child.row or "finished" in child.row:
+            return
+        yield {k: v for k, v in child.row.items() if k != "engine"}
 
 
 if __name__ == "__main__":

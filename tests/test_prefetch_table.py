@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.prefetch_table import Arms, budgets_of, main, stall_ratio, table, tensors_of
+from benchmarks.prefetch_table import (
+    Arms,
+    budgets_of,
+    main,
+    rows_of,
+    stall_ratio,
+    table,
+    tensors_of,
+)
 from predictors import PredictorShape, create_predictor
 from prefetch_runtime.device_scheduler import DeviceScheduler
 from prefetch_runtime.injection import RoutingInjection
@@ -144,3 +152,32 @@ def test_the_table_is_made_of_files_of_rows(
     assert printed == table(named) + "\n"
     assert "| stall removed, of the oracle's | 0.75 | 0.6 |" in printed
     assert "| step, auto / none |" in printed
+
+
+class Engine:
+    """In place of `engines.Child`: says what it was given, one after another."""
+
+    def __init__(self, *said: dict[str, Any]) -> None:
+        self.row: dict[str, Any] = {"engine": "cache-768:32:hook"}
+        self.said = list(said)
+
+    def go_on(self) -> None:
+        self.row |= self.said.pop(0)
+
+
+def test_an_engine_is_measured_until_it_has_finished() -> None:
+    child = Engine({"batch": 1}, {"batch": 4}, {"finished": True})
+    assert [row["batch"] for row in rows_of(child, float("inf"))] == [1, 4]
+    assert "failed" not in child.row
+
+
+def test_an_engine_that_fails_keeps_its_rows_and_says_why() -> None:
+    child = Engine({"batch": 1}, {"failed": "ValueError"}, {"batch": 4})
+    assert [row["batch"] for row in rows_of(child, float("inf"))] == [1]
+    assert child.said
+
+
+def test_an_engine_without_time_has_failed() -> None:
+    child = Engine({"batch": 1})
+    assert list(rows_of(child, 0.0)) == []
+    assert "no time left" in child.row["failed"]
