@@ -264,3 +264,14 @@ def test_pieces_end_at_the_moe_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bench.start()
     split = bench.llm.arguments["compilation_config"]["splitting_ops"]
     assert split == ["a", "vllm::moe_forward", "vllm::moe_forward_shared"]
+
+
+@pytest.mark.parametrize("is_cache", [True, False])
+def test_a_cache_is_not_timed_cold(is_cache: bool, tmp_path: Path) -> None:
+    bench = made_bench(tmp_path, Engine(), is_cache=is_cache)
+    stats = {"layers": [{"layer_idx": 0, "hits": 1}]}
+    answers = {"prefetch_stats": [stats]}
+    bench.llm = types.SimpleNamespace(collective_rpc=lambda asked: answers.get(asked, [False]))
+    bench.run()
+    widths = [len(names) for names in bench.engine.aborted]
+    assert widths == [4] * is_cache + [2, 2, 2, 4, 4, 4]
