@@ -393,6 +393,21 @@ class TestFormats:
         assert "self.weight_loader" in init
         assert init.index("self._get_quant_method(") < init.index("self.weight_loader")
 
+    def test_gpt_oss_copies_over_all_experts_by_itself(self, vllm: Source) -> None:
+        path = "model_executor/models/gpt_oss.py"
+        load = vllm.function(path, "_load_weights_other", "GptOssModel")
+        assert len(calls(load, "param.copy_")) == 4, "two weights and two biases"
+        streamed = names_assigned(vllm.tree(path)).get("_GPT_OSS_STREAMED_EXPERT_SUFFIX_TO_SHARD")
+        if streamed is not None:
+            assert set(ast.literal_eval(streamed).values()) == {"gpt_oss_w13", "gpt_oss_w2"}
+
+    def test_a_checkpoint_is_read_in_functions_of_one_name(self, vllm: Source) -> None:
+        for path, cls in (
+            ("model_executor/model_loader/default_loader.py", "DefaultModelLoader"),
+            ("model_executor/models/gpt_oss.py", "GptOssModel"),
+        ):
+            assert "load_weights" in members(vllm.cls(path, cls))
+
     def test_static_activation_scales_become_one_number(self, vllm: Source) -> None:
         path = f"{self.QUANTISATION}/utils/fp8_utils.py"
         reduce = text_of(vllm.function(path, "process_fp8_input_tensor_strategy_moe"))

@@ -4,16 +4,31 @@ vLLM serves what it finds: an expert whose tensor is missing keeps whatever its 
 missing scale is 1.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+
+from prefetch_runtime.config import ConfigError
+from prefetch_runtime.pinned import HostMemoryError
 
 _ALL = -1
 _WEIGHTS = ("weight", "qweight", "weight_packed")
 _NEVER_IN_A_CHECKPOINT = ("sort_indices",)
 _MAY_BE_ABSENT = ("g_idx", "weight_shape", "qzeros", "bias")
 """Tensors that a format may leave out for all experts together."""
+ONE_EXPERTS = ("gpt_oss_w13", "gpt_oss_w2")
+"""Parts under which newer vLLM versions load one expert's whole tensor, of any shape."""
+_FAILURES = (
+    AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError, SafetensorError,
+)  # fmt: skip
+_MOST_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, by its format."""
 
 
 class CheckpointError(ValueError):
@@ -52,15 +67,21 @@ class LoadedExperts:
         Raises:
             CheckpointError: the tensor does not fit the model, or is of another precision.
         """
-        if name.partition("_")[2] in _WEIGHTS and _kind(loaded.dtype) != _kind(into):
+        if not _same_kind(name.partition("_")[2], loaded.dtype, into):
             raise CheckpointError(
-                f"{self._layer_name}: {_which(name, part)} of {_whom(expert_id)} is "
+                f"{self._layer_name}: {_which(name, part)} of {_whose(expert_id)} is "
                 f"{loaded.dtype} in the checkpoint, but the model's config.json asks for {into}; "
                 "copied over, its numbers would be others"
             )
+        if expert_id is None and loaded.dim() > 1 and loaded.shape[0] != self._num_experts:
+            raise CheckpointError(
+                f"{self._layer_name}: {name} in the checkpoint is {tuple(loaded.shape)} "
+                f"{loaded.dtype}, of {loaded.shape[0]} experts, but the model's config.json makes "
+                f"it {self._num_experts} experts"
+            )
         if numel is not None and loaded.numel() != numel:
             raise CheckpointError(
-                f"{self._layer_name}: {_which(name, part)} of {_whom(expert_id)} in the "
+                f"{self._layer_name}: {_which(name, part)} of {_whose(expert_id)} in the "
                 f"checkpoint is {tuple(loaded.shape)} {loaded.dtype}, but the model's config.json "
                 f"makes it {numel} numbers"
             )
@@ -68,12 +89,12 @@ class LoadedExperts:
             success = load()
         except (RuntimeError, IndexError, ValueError) as error:
             raise CheckpointError(
-                f"{self._layer_name}: {_which(name, part)} of {_whom(expert_id)} in the "
+                f"{self._layer_name}: {_which(name, part)} of {_whose(expert_id)} in the "
                 f"checkpoint is {tuple(loaded.shape)} {loaded.dtype}, which does not fit the "
                 f"model: {error}"
             ) from error
         if success is not False:
-            whole = expert_id is None or loaded.dim() == 3
+            whole = expert_id is None or (loaded.dim() == 3 and part not in ONE_EXPERTS)
             experts = self._found.setdefault(name, {}).setdefault(part or "", set())
             experts.add(_ALL if whole or expert_id is None else expert_id)
         return success
@@ -115,11 +136,61 @@ class LoadedExperts:
             )
 
 
+@contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Within this context a checkpoint that vLLM cannot read is a CheckpointError that says so.
+
+    vLLM's loaders trust their files: where one is not what they expect, they fail by whatever
+    comes next, an assertion, a missing key, an operation on tensors.
+
+    Args:
+        model: its folder, or its name on the hub.
+    """
+    try:
+        yield
+    except _FAILURES as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        is_loading = any(frame.name == "load_weights" for frame in frames)
+        of_the_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error)
+        ours = isinstance(error, ConfigError | CheckpointError | HostMemoryError)
+        if ours or of_the_device or not is_loading:
+            raise
+        said = " ".join(str(error).split())[:400] or f"in `{frames[-1].line}`"
+        file = damaged_file(Path(model))
+        why = (
+            "it is damaged, incomplete, or not of the model and the quantisation that its "
+            "config.json names"
+            if file is None
+            else f"{file} is cut off or damaged"
+        )
+        raise CheckpointError(
+            f"the checkpoint of {model!r} cannot be loaded: {why} ({type(error).__name__}: {said})"
+        ) from error
+
+
+def damaged_file(folder: Path) -> str | None:
+    """The first safetensors file in a folder whose size is not what its header says, or None."""
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if start > min(size, _MOST_HEADER_BYTES):
+                return path.name
+            try:
+                header = json.loads(file.read(start - 8))
+                ends = [of["data_offsets"][1] for name, of in header.items() if name[0] != "_"]
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+                return path.name
+        if start + max(ends, default=0) != size:
+            return path.name
+    return None
+
+
 def check_written(layer_name: str, weights: Mapping[str, torch.Tensor]) -> None:
     """Raise if nothing was ever written into an expert's weight, [E, ...] on the host.
 
-    For loaders that fill parameters by themselves, such as that of gpt-oss, whose writes nobody
-    counts. Memory that nobody wrote is zero; biases are not looked at, for they may be.
+    For loaders that fill parameters by themselves, whose writes nobody counts. Memory that nobody
+    wrote is zero; biases are not looked at, for they may be.
 
     Raises:
         CheckpointError: names the first expert and tensor.
@@ -136,6 +207,15 @@ def check_written(layer_name: str, weights: Mapping[str, torch.Tensor]) -> None:
                 )
 
 
+def _same_kind(field: str, loaded: torch.dtype, into: torch.dtype) -> bool:
+    """Whether a tensor can be copied into a parameter and still mean the same."""
+    if field in _WEIGHTS or field == "bias":
+        return _kind(loaded) == _kind(into)
+    if "scale" in field:
+        return loaded.is_floating_point == into.is_floating_point
+    return True
+
+
 def _kind(dtype: torch.dtype) -> str | int:
     """Weights of one kind can be copied into each other: floating point of 16 bits and more, of 8
     bits, or packed integers of one size."""
@@ -149,6 +229,10 @@ def _which(name: str, part: str | None) -> str:
     return name + inside.get(part or "", "")
 
 
+def _whose(expert_id: int | None) -> str:
+    return "all experts" if expert_id is None else f"expert {expert_id}"
+
+
 def _whom(expert_id: int | None) -> str:
     return "any expert" if expert_id is None else f"expert {expert_id}"
 
@@ -157,6 +241,8 @@ def needed_of(method: Any) -> set[str]:
     """Per-expert parameters that a quantisation method cannot do without, optional as they are."""
     config = getattr(method, "quant_config", None)
     needed: set[str] = set()
+    if getattr(getattr(method, "moe", None), "has_bias", False):
+        needed |= {"w13_bias", "w2_bias"}
     if type(method).__name__ == "AutoAWQMoEMethod" or getattr(config, "is_sym", True) is False:
         needed |= {"w13_qzeros", "w2_qzeros"}
     if getattr(config, "desc_act", False):

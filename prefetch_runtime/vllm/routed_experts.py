@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.provider import CachedWeightProvider
 from prefetch_runtime.scheduler import Guesses
-from prefetch_runtime.vllm.checkpoint import LoadedExperts, check_written, needed_of
+from prefetch_runtime.vllm.checkpoint import (
+    ONE_EXPERTS,
+    LoadedExperts,
+    check_written,
+    needed_of,
+)
 from prefetch_runtime.vllm.engine import PrefetchEngine, current_engine
 from prefetch_runtime.vllm.kernels import (
     ROWS_BY_BLOCK,
@@ -69,6 +75,7 @@ class PrefetchRoutedExperts(RoutedExperts):
                 host_store=self._cache_engine.host_store,
                 arguments=arguments,
             )
+            self._count_copies()
 
         def process_weights_after_loading(layer: Any) -> None:
             assert layer is self
@@ -105,18 +112,60 @@ class PrefetchRoutedExperts(RoutedExperts):
             into=param.dtype,
             part=shard_id,
             expert_id=expert_id,
-            numel=self._numel_due(param, loaded_weight, shard_id),
+            numel=self._numel_due(param, loaded_weight, shard_id, expert_id),
         )
+
+    def _count_copies(self) -> None:
+        """Have what is copied into a whole parameter counted as if `weight_loader` had loaded it.
+
+        So does vLLM's loader of unquantised gpt-oss: `parameter.copy_(tensor)`, which also spreads
+        one expert over all.
+        """
+        for field in self._cache_store.layout.fields:
+            parameter = self._parameters[field.name]
+            vars(parameter)["copy_"] = partial(self._copy_counted, field.name, parameter)
+
+    def _copy_counted(
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        loaded: torch.Tensor,
+        non_blocking: bool = False,
+    ) -> torch.nn.Parameter:
+        def copy() -> None:
+            torch.Tensor.copy_(parameter, loaded, non_blocking)
+
+        assert self._loaded is not None
+        self._loaded.load(
+            name,
+            copy,
+            loaded,
+            into=parameter.dtype,
+            part=None,
+            expert_id=None,
+            numel=parameter.numel(),
+        )
+        return parameter
 
     @property
     def _sizes(self) -> tuple[int, int]:
         return self.hidden_size, self.moe_config.intermediate_size_per_partition
 
     def _numel_due(
-        self, param: torch.nn.Parameter, loaded: torch.Tensor, part: str | None
+        self,
+        param: torch.nn.Parameter,
+        loaded: torch.Tensor,
+        part: str | None,
+        expert_id: int | None,
     ) -> int | None:
-        """How many numbers of a matrix come at once; None where that is not known."""
-        if param.dim() != 3 or loaded.dim() != 2 or self._sizes != self._sizes_asked:
+        """How many numbers come at once; None where that is not known."""
+        if self._sizes != self._sizes_asked:
+            return None
+        if part is None and expert_id is None:
+            return param.numel()
+        if part in ONE_EXPERTS:
+            return param[0].numel()
+        if param.dim() != 3 or loaded.dim() != 2:
             return None
         halves = {"w1": 2 if self._is_gated else 1, "w3": 2, "w2": 1}
         return param[0].numel() // halves[part] if part in halves else None
@@ -128,8 +177,11 @@ class PrefetchRoutedExperts(RoutedExperts):
     def _check_loaded(self) -> None:
         """Raise CheckpointError if the checkpoint lacks a tensor of an expert.
 
-        Loaders that fill parameters by themselves (gpt-oss, random weights) are not counted.
+        Loaders that fill parameters by themselves (random weights) are not counted.
         """
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                vars(parameter).pop("copy_", None)
         loaded, method = self._loaded, self.quant_method
         assert loaded is not None
         store = self._cache_store

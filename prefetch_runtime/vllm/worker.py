@@ -16,7 +16,7 @@ from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.refusals import told
 from prefetch_runtime.trace import save_trace
 from prefetch_runtime.vllm import routed_experts
-from prefetch_runtime.vllm.checkpoint import CheckpointError
+from prefetch_runtime.vllm.checkpoint import CheckpointError, explained
 from prefetch_runtime.vllm.checks import (
     UnsupportedError,
     check_declared_slots,
@@ -88,7 +88,11 @@ class PrefetchWorker(BaseWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model; a failure leaves no pinned memory behind."""
         try:
-            super().load_model(*args, **kwargs)
+            if self.prefetch_config.enabled:
+                with explained(self.model_config.model):
+                    super().load_model(*args, **kwargs)
+            else:
+                super().load_model(*args, **kwargs)
         except BaseException:
             self._close_cache()
             raise

@@ -1,13 +1,23 @@
 """What a checkpoint brought is counted; one that is not whole is refused by name."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from prefetch_runtime.vllm.checkpoint import CheckpointError, LoadedExperts, needed_of
+from prefetch_runtime.config import ConfigError
+from prefetch_runtime.vllm.checkpoint import (
+    ONE_EXPERTS,
+    CheckpointError,
+    LoadedExperts,
+    damaged_file,
+    explained,
+    needed_of,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -94,6 +104,95 @@ def test_all_experts_may_come_at_once(part: str | None, expert: int | None) -> N
     loaded.check(["w13_weight"], is_gated=True)
 
 
+@pytest.mark.parametrize("experts", [1, E - 1, E + 1])
+def test_all_experts_at_once_must_be_as_many_as_the_model_has(experts: int) -> None:
+    loaded = LoadedExperts("layer 7", E)
+    message = rf"layer 7: w2_bias in .* \({experts}, 2\) .*, of {experts} experts, .* makes it {E} "
+    with pytest.raises(CheckpointError, match=message):
+        loaded.load(
+            "w2_bias", lambda: None, torch.zeros(experts, 2),
+            into=FLOAT, part=None, expert_id=None,
+        )  # fmt: skip
+
+
+def test_one_experts_tensor_of_three_dimensions_is_one_experts() -> None:
+    loaded = LoadedExperts("l", E)
+    blocks = torch.zeros(8, 4, 16, dtype=torch.uint8)
+    loaded.load(
+        "w2_weight", lambda: True, blocks, into=torch.uint8, part=ONE_EXPERTS[1], expert_id=0
+    )
+    with pytest.raises(CheckpointError, match="no w2_weight of expert 1 and 1 more tensors"):
+        loaded.check(["w2_weight"], is_gated=True)
+
+
+def load_weights(error: BaseException) -> None:
+    """Named as vLLM's, for that is what is looked for."""
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("w13_weight_scale"), "(KeyError: 'w13_weight_scale')"),
+        (RuntimeError("sizes\n differ"), "(RuntimeError: sizes differ)"),
+        (AssertionError(), "(AssertionError: in `raise error`)"),
+    ],
+)
+def test_what_fails_while_loading_says_that_the_checkpoint_is_wrong(
+    error: Exception, said: str
+) -> None:
+    with pytest.raises(CheckpointError) as raised, explained("a/b"):
+        load_weights(error)
+    assert str(raised.value).startswith("the checkpoint of 'a/b' cannot be loaded: it is damaged,")
+    assert str(raised.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("x"),
+        ConfigError("x"),
+        torch.OutOfMemoryError("x"),
+        RuntimeError("CUDA error: x"),
+        OSError("x"),
+    ],
+    ids=repr,
+)
+def test_what_is_not_of_the_checkpoint_stays_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, explained("a/b"):
+        load_weights(error)
+    assert raised.value is error
+
+
+def test_what_fails_after_loading_stays_what_it_is() -> None:
+    with pytest.raises(KeyError), explained("a/b"):
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize("end", [0, 1, 9, -2000, -1])
+def test_the_file_that_is_cut_off_is_named(end: int, tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({"t": torch.ones(1000)}, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    assert damaged_file(tmp_path) is None
+    file = tmp_path / "b.safetensors"
+    file.write_bytes(file.read_bytes()[:end])
+    assert damaged_file(tmp_path) == "b.safetensors"
+    message = r"loaded: b.safetensors is cut off or damaged \(ValueError: x\)"
+    with pytest.raises(CheckpointError, match=message), explained(str(tmp_path)):
+        load_weights(ValueError("x"))
+
+
+def test_a_file_of_anything_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 64)
+    assert damaged_file(tmp_path) == "a.safetensors"
+    (tmp_path / "a.safetensors").write_bytes((4).to_bytes(8, "little") + b"[{}]")
+    assert damaged_file(tmp_path) == "a.safetensors"
+
+
+def test_a_name_on_the_hub_has_no_files_here() -> None:
+    assert damaged_file(Path("owner/model")) is None
+
+
 def test_a_tensor_that_was_not_taken_is_not_counted() -> None:
     loaded = LoadedExperts("l", 1)
     assert not loaded.load(
@@ -121,6 +220,8 @@ def test_a_tensor_that_does_not_fit_says_which_and_why() -> None:
         (SimpleNamespace(quant_config=SimpleNamespace(is_sym=False)), {"w13_qzeros", "w2_qzeros"}),
         (SimpleNamespace(quant_config=SimpleNamespace(desc_act=True)), {"w13_g_idx", "w2_g_idx"}),
         (SimpleNamespace(actorder="group"), {"w13_weight_g_idx", "w2_weight_g_idx"}),
+        (SimpleNamespace(moe=SimpleNamespace(has_bias=True)), {"w13_bias", "w2_bias"}),
+        (SimpleNamespace(moe=SimpleNamespace(has_bias=False)), set()),
     ],
 )
 def test_what_a_method_needs(method: Any, needed: set[str]) -> None:
@@ -164,6 +265,12 @@ FP8, BF16, INT32, UINT8 = torch.float8_e4m3fn, torch.bfloat16, torch.int32, torc
         ("w2_weight", UINT8, BF16, False),
         ("w13_qzeros", INT32, BF16, True),
         ("w2_weight_scale", BF16, FLOAT, True),
+        ("w2_weight_scale", torch.float8_e8m0fnu, FLOAT, True),
+        ("w2_weight_scale", UINT8, FLOAT, False),
+        ("w13_weight_scale", BF16, UINT8, False),
+        ("w13_bias", FLOAT, BF16, True),
+        ("w13_bias", INT32, BF16, False),
+        ("w2_bias", FP8, BF16, False),
     ],
 )
 def test_weights_of_another_precision_are_refused(

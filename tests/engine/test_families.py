@@ -12,13 +12,14 @@ import torch
 from prefetch_runtime.stats import RuntimeStats
 from tests.engine.formats import Case, cells_of, joined, records_of
 from tests.engine.gpu_runs import engine, run_plan
-from tests.helpers.checkpoints import LAYERS, Tensors, write
+from tests.helpers.checkpoints import LAYERS, Tensors, mxfp4, write
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 FAMILIES = ("qwen2", "deepseek", "deepseek-v3", "mixtral", "olmoe", "gpt-oss")
 CASES = {name: Case(name, "bf16") for name in FAMILIES}
 MOE = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
+GPT_OSS = "model.layers.{}.mlp.experts.{}"
 
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:
@@ -27,6 +28,15 @@ def without(*names: str) -> Callable[[Tensors], Tensors]:
 
 def with_one(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return lambda tensors: {n: change(t) if n == name else t for n, t in tensors.items()}
+
+
+def one_layer_in_mxfp4(tensors: Tensors) -> Tensors:
+    name = GPT_OSS.format(1, "gate_up_proj")
+    if name not in tensors:
+        return tensors
+    blocks, scales = mxfp4(tensors[name].transpose(1, 2).contiguous())
+    kept = {n: t for n, t in tensors.items() if n != name}
+    return {**kept, f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -49,16 +59,45 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "w2_weight (down_proj, w2) of expert 3 in the checkpoint is (256, 100) torch.bfloat16, "
         "but the model's config.json makes it 32768 numbers",
     ),
-    # vLLM's own errors
-    "another number of experts": ({"config": {"num_local_experts": 16}}, "AssertionError"),
-    "a truncated file": ({}, "SafetensorError"),
+    "another number of experts": (
+        {"config": {"num_local_experts": 16}},
+        "cannot be loaded: it is damaged, incomplete, or not of the model and the quantisation "
+        "that its config.json names (AssertionError: Tried to load weights of size ",
+    ),
+    "a truncated file": (
+        {},
+        f"cannot be loaded: model-{LAYERS:05}-of-{LAYERS + 1:05}.safetensors is cut off or damaged "
+        "(SafetensorError: ",
+    ),
+}
+# Loaded by code of its own, which copies each tensor over all experts.
+BROKEN_GPT_OSS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt-oss without a bias": (
+        {"change": without(GPT_OSS.format(1, "down_proj_bias"))},
+        "layers.1.mlp.experts: the checkpoint has no w2_bias of any expert; it is incomplete",
+    ),
+    "gpt-oss with a bias of another precision": (
+        {"change": with_one(GPT_OSS.format(2, "gate_up_proj_bias"), lambda t: t.char())},
+        "layers.2.mlp.experts: w13_bias of all experts is torch.int8 in the checkpoint, but the "
+        "model's config.json asks for torch.bfloat16",
+    ),
+    "gpt-oss with one expert": (
+        {"change": with_one(GPT_OSS.format(1, "down_proj"), lambda t: t[:1])},
+        "layers.1.mlp.experts: w2_weight in the checkpoint is (1, 256, 128) torch.bfloat16, of 1 "
+        "experts, but the model's config.json makes it 16 experts",
+    ),
+    "gpt-oss with a layer of another format": (
+        {"change": one_layer_in_mxfp4},
+        "or not of the model and the quantisation that its config.json names (RuntimeError: ",
+    ),
 }
 SETTINGS = {"slots_per_layer": 4, "mode": "eager"}
 
 
 def broken(folder: Path, name: str) -> dict[str, Any]:
-    """An engine on a spoilt Mixtral."""
-    model = write(folder / name, "mixtral", **BROKEN[name][0])
+    """An engine on a spoilt Mixtral or gpt-oss."""
+    family, how = ("mixtral", BROKEN) if name in BROKEN else ("gpt-oss", BROKEN_GPT_OSS)
+    model = write(folder / name, family, **how[name][0])
     if name == "a truncated file":
         file = model / f"model-{LAYERS:05}-of-{LAYERS + 1:05}.safetensors"
         file.write_bytes(file.read_bytes()[:-4096])
@@ -81,7 +120,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    engines = [*plan.engines, *(broken(folder, name) for name in BROKEN)]
+    engines = [*plan.engines, *(broken(folder, name) for name in (*BROKEN, *BROKEN_GPT_OSS))]
     plan = dataclasses.replace(plan, engines=engines, environment=environment)
     return run_plan(plan, folder / "run", time.monotonic() + 600)
 
@@ -104,11 +143,12 @@ def test_layers_without_experts_have_no_slots(family: str, records: dict[str, An
     assert {layer.num_slots for layer in stats.layers} == {case.of.num_experts // 2}
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", [*BROKEN, *BROKEN_GPT_OSS])
 def test_a_checkpoint_that_is_not_whole_is_an_error_at_load(
     name: str, records: dict[str, Any]
 ) -> None:
-    assert BROKEN[name][1] in records[name].get("error", "it was served")
+    message = {**BROKEN, **BROKEN_GPT_OSS}[name][1]
+    assert message in records[name].get("error", "it was served")
 
 
 def test_cells_say_what_differs(records: dict[str, Any]) -> None:
