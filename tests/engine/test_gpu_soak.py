@@ -40,7 +40,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         Plan("alone", [engine("alone", RUNS, llm=GRAPHS, widest=[WIDEST[SLOTS]])]),
         Plan("cached", [engine("cached", RUNS, settings, llm=GRAPHS)]),
     ]
-    return run_plans(plans, tmp_path_factory.mktemp("soak"), budget_s=150)
+    return run_plans(plans, tmp_path_factory.mktemp("soak"), budget_s=280)
 
 
 def test_ten_thousand_steps_were_replays(records: dict[str, Any]) -> None:
