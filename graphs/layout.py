@@ -89,6 +89,18 @@ class Control(IntEnum):
 NUM_CONTROL = 4
 
 
+class WideCount(IntEnum):
+    """Leading columns of the last row of `DeviceSlotTable.plan_wide`'s report."""
+
+    HITS = 0
+    PLANNED = 1
+    """With the hits."""
+    STREAMED = 2
+
+
+NUM_WIDE_COUNTS = 4
+
+
 class Padding(IntEnum):
     """How a resolve is told which rows are padding."""
 

@@ -17,12 +17,14 @@ from graphs.layout import (
     NUM_CONTROL,
     NUM_COUNTERS,
     NUM_STAMPS,
+    NUM_WIDE_COUNTS,
     REBASE_SCORE,
     Clock,
     Counter,
     Padding,
 )
 from graphs.resolve_kernels import advance_kernel, resolve_kernel_of
+from graphs.wide_kernels import choose_kernel, count_kernel
 
 MAX_ASSIGNMENTS = 8192
 """Most assignments (tokens x top-k) of one plan."""
@@ -101,6 +103,21 @@ class DeviceCounters:
         """Share of demanded experts that were resident; 0.0 before any demand."""
         demanded = self.hits + self.late + self.misses
         return self.hits / demanded if demanded else 0.0
+
+
+class WideReport(NamedTuple):
+    """What `DeviceSlotTable.plan_wide` has decided: rows of one tensor, overwritten by the next."""
+
+    rows: torch.Tensor
+    """[4, W] int32, contiguous, W = max(E, 4): planned, streamed, slots, counts; for one read."""
+    planned: torch.Tensor
+    """[1, E] int32: the experts that have a slot now, those that had one first, then -1."""
+    streamed: torch.Tensor
+    """[1, E] int32: the other demanded experts, most often named first, then -1."""
+    slots: torch.Tensor
+    """[1, E] int32: the slot of each planned expert."""
+    counts: torch.Tensor
+    """[W] int32, see `layout.WideCount`."""
 
 
 class PrefetchState(NamedTuple):
@@ -191,6 +208,10 @@ class DeviceSlotTable:
         self._wanted = integers(num_layers, num_experts)  # last plan that missed the expert
         self._control = integers(num_layers, NUM_CONTROL)
         self._out = integers(num_layers, max_assignments, dtype=torch.int64)
+        self._tokens_of = integers(num_experts + 1)  # zero between plans
+        rows = integers(4, max(num_experts, NUM_WIDE_COUNTS))
+        planned, streamed, slots = (rows[i : i + 1, :num_experts] for i in range(3))
+        self._report: WideReport | None = WideReport(rows, planned, streamed, slots, rows[3])
         self._prefetch: PrefetchState | None = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._closed = False
@@ -219,6 +240,7 @@ class DeviceSlotTable:
             self._mark,
             self._wanted,
             self._control,
+            self._tokens_of,
         ):
             tensor.zero_()
         if self._prefetch is not None:
@@ -275,6 +297,35 @@ class DeviceSlotTable:
         like ids of -1 and padding. For wide steps that are computed in waves.
         """
         return self._plan(layer_idx, topk_ids, padding, out, touch=True)
+
+    def plan_wide(self, layer_idx: int, topk_ids: torch.Tensor, *, evict: bool) -> WideReport:
+        """As `prefetch_runtime.slots.SlotTable.plan_wide`, without the touch of those that stream.
+
+        The demanded residents keep their slots; of the absent, most often named first, as many are
+        given a slot as are empty, or with `evict` as no demanded expert is in. Nothing is copied:
+        the caller does that for the planned ones that are not hits, `touch`es the streamed ones,
+        and lets nothing read the new slots before. `topk_ids` is as in `resolve`, of any size.
+        """
+        self.require_layer(layer_idx)
+        ids = topk_ids.reshape(-1)
+        if ids.dtype not in (torch.int32, torch.int64) or ids.device.type != self.device.type:
+            raise ValueError(
+                f"topk_ids must be int32 or int64 on {self.device}, got {ids.dtype} on {ids.device}"
+            )
+        report = self._report
+        assert report is not None
+        if ids.numel():
+            count_kernel[(triton.cdiv(ids.numel(), 1024),)](
+                ids, self._tokens_of, ids.numel(), self.num_experts, 1024, num_warps=4
+            )
+        choose_kernel[(1,)](
+            self._tokens_of, self.mapping, self.owner, self.counters,
+            report.planned, report.streamed, report.counts, layer_idx, int(evict),
+            self.num_experts, self.num_slots, triton.next_power_of_2(self.num_experts),
+            triton.next_power_of_2(self.num_slots), CHUNK=16, num_warps=4,
+        )  # fmt: skip
+        self.resolve(layer_idx, report.planned, out=report.slots)
+        return report
 
     def counters_of(self, layer_idx: int) -> DeviceCounters:
         """A snapshot. Waits for the device."""
@@ -363,7 +414,7 @@ class DeviceSlotTable:
         for name, value in list(vars(self).items()):
             if isinstance(value, torch.Tensor):
                 delattr(self, name)
-        self._prefetch = None
+        self._prefetch = self._report = None
 
     def hold_open_for(self, graph: Any) -> None:
         """Refuse `close()` until this captured graph is closed."""

@@ -22,10 +22,11 @@ from graphs import (
     RecordTable,
     field_of,
 )
-from graphs.layout import Clock
+from graphs.layout import Clock, WideCount
 from graphs.prefetch import MAX_FORECAST, UNLIMITED_BYTES
 from predictors import Predictor, RunsOn
 from prefetch_runtime.budget import BudgetController
+from prefetch_runtime.copier import CopyTicket
 from prefetch_runtime.device_recorder import DeviceRecorder
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import (
@@ -38,7 +39,7 @@ from prefetch_runtime.scheduler import (
     is_broad,
     without_padding,
 )
-from prefetch_runtime.slots import absent_when_full, split_wide
+from prefetch_runtime.slots import absent_when_full
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token
 
@@ -103,9 +104,11 @@ class DeviceScheduler(Scheduler):
             for padding in (None, kv_slots):
                 self.fetch(0, ids, padding=padding)
             num_tokens *= 2
-        nothing = self._row_of_ids(np.empty(0, dtype=np.int32))
-        self._resolve(0, nothing)
-        self.table.touch(0, nothing)
+        # Kernels differ by the type of the ids and the alignment of their address.
+        for dtype in (torch.int32, torch.int64):
+            nothing = torch.full((1, top_k), -1, dtype=dtype, device=self._device)
+            report = self.table.plan_wide(0, nothing, evict=True)
+        self.table.touch(0, report.streamed)
         self.reset()
 
     def predict_on_device(
@@ -277,41 +280,50 @@ class DeviceScheduler(Scheduler):
         topk_ids: torch.Tensor,
         guesses: Guesses | None,
     ) -> WidePlan:
-        """As in `Scheduler`, but what is resident is read from the device, with the demand, in one
-        transfer; and every change is made by a kernel that follows on the same stream."""
-        table = self.table
-        index, num_experts = layer.layer_idx, table.num_experts
+        """As in `Scheduler`, but the device plans, and the host reads what it has decided: the one
+        time that it waits. Of what it reads it changes nothing; it issues the copies."""
+        table, index = self.table, layer.layer_idx
         self._begin_layer(index, topk_ids, guesses)
-        ids = topk_ids.reshape(-1).long()
-        tokens_of = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-        # Ids of -1 are counted in a place of their own, which nobody reads.
-        ids = torch.where(ids < 0, num_experts, ids)
-        tokens_of.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-        # The first layer reads those of all, for what is sent ahead; they change only in their own
-        # layer's turn.
-        wanted = [tokens_of[:num_experts], table.mapping[index], table.owner[index]]
+        report = table.plan_wide(index, topk_ids, evict=self._decodes)
+        # The first layer reads the slots of all, for what is sent ahead; they change only in their
+        # own layer's turn.
+        wanted = [report.rows]
         if index == 0:
-            wanted += [table.mapping.reshape(-1), table.owner.reshape(-1)]
-        seen: IntArray = torch.cat(wanted).cpu().numpy()
-        tokens, mapping, owner, *of_all = np.split(
-            seen, np.cumsum([t.numel() for t in wanted])[:-1]
-        )
-        if of_all:
-            self._seen_mapping = of_all[0].reshape(table.mapping.shape)
-            self._seen_owner = of_all[1].reshape(table.owner.shape)
-        # One plan of the residents and of those that have room beside them, so that none of these
-        # is a victim; the others stream past.
-        planned, streamed = split_wide(tokens, mapping, owner, evict=self._decodes)
-        if planned.size:
-            self._resolve(index, self._row_of_ids(planned))
+            wanted += [table.mapping, table.owner]
+        seen = self._to_host(wanted)
+        if index == 0:
+            self._seen_mapping, self._seen_owner = seen[1:]
+        planned, streamed, slots, counts = seen[0]
+        num_hits, num_planned = counts[WideCount.HITS], counts[WideCount.PLANNED]
+        streamed = streamed[: counts[WideCount.STREAMED]]
+        newcomers, newcomer_slots = planned[num_hits:num_planned], slots[num_hits:num_planned]
+        # WAR: the slots' last readers have passed, since the host has waited for this layer's ids.
+        into_slots: CopyTicket | None = None
+        if newcomers.size:
+            into_slots = self._copy(layer, newcomers, layer.buffers, newcomer_slots)
         if streamed.size:
-            table.touch(index, self._row_of_ids(streamed))
+            table.touch(index, report.streamed)
         return WidePlan(
+            ready=planned[:num_hits],
+            ready_slots=slots[:num_hits],
+            newcomers=newcomers,
+            newcomer_slots=newcomer_slots,
+            into_slots=into_slots,
             streamed=streamed,
-            has_residents=planned.size > 0,
-            into_slots=None,
-            is_broad=is_broad(planned.size + streamed.size, num_experts),
+            is_broad=is_broad(int(num_planned) + streamed.size, table.num_experts),
         )
+
+    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[IntArray]:
+        """The values of int32 tensors, by one copy that the host waits for."""
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        row = flat[0] if len(flat) == 1 else torch.cat(flat)
+        read, _ = self._reader.receive(self._reader.send(row.unsqueeze(0), None))
+        ends = np.cumsum([tensor.numel() for tensor in flat])[:-1]
+        parts = np.split(read[0], ends)
+        return [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def _publish(self, layer: LayerCache) -> None:
+        """Nothing: the plan has written the mapping, on the device."""
 
     def _absent_ahead(self, layer: LayerCache) -> IntArray:
         """As in `Scheduler`, from what the first layer of the step has read."""
@@ -319,12 +331,6 @@ class DeviceScheduler(Scheduler):
             return np.empty(0, dtype=np.intp)
         index = layer.layer_idx
         return absent_when_full(self._seen_mapping[index], self._seen_owner[index])
-
-    def _row_of_ids(self, experts: IntArray) -> torch.Tensor:
-        """[1, E] int32 on the device, padded with -1: one shape, so one compiled kernel."""
-        row = np.full((1, self.table.num_experts), -1, dtype=np.int32)
-        row[0, : experts.size] = experts
-        return torch.from_numpy(row).to(self._device)
 
     # Looking at it
 
@@ -388,7 +394,7 @@ class DeviceScheduler(Scheduler):
             bytes_useful=counters.used_bytes,
             bytes_late=counters.late_bytes,
             bytes_wasted=counters.wasted_bytes,
-            # Waves through the staging ring are timed by the host.
+            # The copies of wide steps are timed by events.
             stall_seconds=counters.stall_ns * 1e-9 + self._stalls.seconds.get(layer.layer_idx, 0.0),
             link_free_seconds=counters.free_ns * 1e-9,
             prefetch_budget_bytes=self._budgets[layer.layer_idx]

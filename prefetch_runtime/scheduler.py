@@ -20,6 +20,7 @@ from prefetch_runtime.host_prefetch import UNLIMITED_BYTES, HostPrefetcher, fits
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.policies import create_policy
 from prefetch_runtime.recorder import Recorder, TraceRecorder
+from prefetch_runtime.row_sender import RowSender
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import SlotPlan, SlotTable, absent_when_full
 from prefetch_runtime.staging import StagedWave, StagingRing
@@ -34,6 +35,11 @@ Between = Callable[[Callable[[], None]], None]
 
 CONTROL_STEPS = 32
 """Steps between two looks at what speculation brings."""
+
+APART_FROM_BYTES = 64 << 20
+"""Newcomers that weigh so much are a wave of their own, behind the residents, whose compute they
+are copied beside. Less is copied while the host still issues what follows: a wave costs it about
+half a millisecond, in which a PCIe 5 link moves 27 MB."""
 
 
 @dataclass(slots=True)
@@ -68,29 +74,47 @@ class ExpertWave(NamedTuple):
     buffers: SlotBuffers
     """The layer's slots, or half of the staging ring."""
     expert_map: torch.Tensor
-    """[E] int32 on the device: row of `buffers` of each expert of this wave, -1 for the others."""
+    """[E] int32 on the device: row of `buffers` of each expert of this wave; for the others -1, or
+    with `whole` (see `Scheduler.expert_waves`) some row of the wave."""
+    in_wave: torch.Tensor
+    """[T, K] bool on the device: which assignments are to experts of this wave."""
     is_last: bool
 
 
 class WidePlan(NamedTuple):
-    """What a wide step of one layer does."""
+    """What a wide step of one layer does. All integers on the host."""
 
+    ready: IntArray
+    """Demanded experts whose slots hold them, or will before anything that follows."""
+    ready_slots: IntArray
+    newcomers: IntArray
+    """Demanded experts that are on their way into slots."""
+    newcomer_slots: IntArray
+    into_slots: CopyTicket | None
+    """The copies of the newcomers, to be waited for and published; None if there are none."""
     streamed: IntArray
     """Experts that go through the staging ring, in order."""
-    has_residents: bool
-    """Whether any demanded expert is in a slot."""
-    into_slots: CopyTicket | None
-    """The copies into slots, to be waited for and published; None if there are none."""
     is_broad: bool
     """Whether nearly every expert is demanded, so that the next layer will demand nearly all."""
+
+
+class SlotWave(NamedTuple):
+    """Experts that are computed together in the layer's slots."""
+
+    experts: IntArray
+    rows: IntArray
+    copies: CopyTicket | None
+    """What is waited for first, and published."""
 
 
 class Scheduler:
     """Owns the slots, the policies and the order of copies; one object per worker.
 
     The device is whatever the buffers live on. On CUDA the calling thread's current stream is the
-    compute stream; nothing here waits for it except the read of the demanded ids.
+    compute stream; nothing here waits for it except the read of the demanded ids, once a layer.
     """
+
+    apart_from_bytes = APART_FROM_BYTES
 
     def __init__(
         self,
@@ -112,6 +136,8 @@ class Scheduler:
         self._copier = copier
         self._between = _at_once if between is None else between
         self._reader = DemandReader(device)
+        self._sender = RowSender(device)
+        self._peeked: tuple[int, torch.Tensor, IntArray] | None = None
         self._host_store = host_store
         self._device = device
         self._policy = policy
@@ -237,6 +263,7 @@ class Scheduler:
         """
         self._now += 1
         self._decodes = decodes
+        self._peeked = None
         prefetcher, controller = self._prefetcher, self._controller
         if prefetcher is None or controller is None or self._now % CONTROL_STEPS:
             return
@@ -267,17 +294,26 @@ class Scheduler:
         """
         layer = self._layer(layer_idx)
         topk_ids = without_padding(topk_ids, padding)
+        # What `fits` reads is never captured: the calls of a graph fit whatever their routing is.
+        known = self._take_peeked(layer, topk_ids)
+        if known is not None and guesses is None:
+            self._prepare(layer, *self._received(layer, known, None))
+            return self._renamed(layer, topk_ids)
         made = None if guesses is None else without_padding(guesses(), padding)
         sent = self._reader.send(topk_ids, made)
-        self._between(lambda: self._prepare(layer, sent))
+        self._between(lambda: self._prepare_sent(layer, sent))
         return self._renamed(layer, topk_ids)
 
-    def _prepare(self, layer: LayerCache, sent: Sent) -> None:
-        """The host's part of `fetch`: when it returns, all that the layer's experts need is there
-        or ordered before what the compute stream is given next."""
+    def _prepare_sent(self, layer: LayerCache, sent: Sent) -> None:
         if self._closed:
             raise RuntimeError(_CLOSED)
-        host_ids, host_guesses = self._receive(layer, sent)
+        self._prepare(layer, *self._receive(layer, sent))
+
+    def _prepare(
+        self, layer: LayerCache, host_ids: IntArray, host_guesses: IntArray | None
+    ) -> None:
+        """The host's part of `fetch`: when it returns, all that the layer's experts need is there
+        or ordered before what the compute stream is given next."""
         self._fetch(layer, host_ids.ravel())
         self._predict(layer, host_ids, host_guesses)
 
@@ -338,12 +374,15 @@ class Scheduler:
         )
 
     def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
-        """Whether the demanded experts fit the slots. Reads the ids only if they might not."""
+        """Whether the demanded experts fit the slots. Reads the ids only if they might not; the
+        call that follows for the same ids does not read them again."""
         layer = self._layers[layer_idx]
         num_slots = layer.buffers.num_slots
         if min(topk_ids.numel(), layer.store.num_experts) <= num_slots:
             return True
-        demanded = self._local_ids(layer, topk_ids).ravel()
+        host_ids, _ = self._reader.receive(self._reader.send(topk_ids, None))
+        self._peeked = (layer_idx, topk_ids, host_ids)
+        demanded = self._as_local(layer, host_ids).ravel()
         return np.unique(demanded[demanded >= 0]).size <= num_slots
 
     def token_waves(
@@ -355,7 +394,7 @@ class Scheduler:
         the one before. An expert that two runs need may be copied twice.
         """
         layer = self._layers[layer_idx]
-        host_ids, _ = self._read(layer, topk_ids, guesses)
+        host_ids = self._read(layer, topk_ids, guesses)
         if self._prefetcher is not None:
             self._prefetcher.observe(layer_idx, host_ids)
         for run in cut_by_token(host_ids, layer.buffers.num_slots):
@@ -363,22 +402,33 @@ class Scheduler:
             yield run, self._renamed(layer, topk_ids[run])
 
     def expert_waves(
-        self, layer_idx: int, topk_ids: torch.Tensor, guesses: Guesses | None = None
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        guesses: Guesses | None = None,
+        *,
+        whole: bool = False,
     ) -> Iterator[ExpertWave]:
-        """Split a wide step by expert: residents first, then the absent through the staging ring.
+        """Split a wide step by expert: residents first, then the absent as they arrive.
 
-        Each absent expert is copied once, and while one wave is computed the next is on its way;
-        behind the last one come the first of the next layer's, if nearly all are demanded anyway.
-        What is resident stays so: a prompt reads every expert once, like a scan, and must not push
-        out what decoding uses. Only empty slots take newcomers, the most demanded first; in a step
-        that decodes, so do the slots of experts that it does not demand.
+        Every copy that has a place is issued before the first wave, so the residents are computed
+        beside them. Each absent expert is copied once. What is resident stays so: a prompt reads
+        every expert once, like a scan, and must not push out what decoding uses. Only empty slots
+        take newcomers, the most demanded first; in a step that decodes, so do the slots of experts
+        that it does not demand. The others go through the staging ring, one half filling while the
+        other is computed; behind the last come the first of the next layer's, if nearly all are
+        demanded anyway.
         Each wave must be computed, on the compute stream, before the next one is asked for.
+
+        Args:
+            whole: a wave costs as much as all experts together, since the kernel computes blocks
+                that are not the wave's as well. So the maps name a row for every expert, and the
+                residents are no wave of their own.
         """
         layer = self._layers[layer_idx]
         plan = self._plan_wide(layer, topk_ids, guesses)
         ring = self._staging_of(layer)
-        waves, in_vain, wasted = ring.take(layer_idx, plan.streamed)
-        layer.waves += 1 + len(waves)
+        staged, in_vain, wasted = ring.take(layer_idx, plan.streamed)
         layer.ahead_in_vain += wasted
         for ticket in in_vain:
             self._copier.wait(ticket)  # WAW: before their half is written again
@@ -390,27 +440,75 @@ class Scheduler:
                 half = ring.halves[wave.half]
                 wave.copies = self._copy(layer, wave.experts, half, wave.rows)
 
-        for wave in waves[:2]:
+        for wave in staged[:2]:
             start(wave)
-        if plan.into_slots is not None:
-            with self._stalls.waiting(layer_idx):
-                self._copier.wait(plan.into_slots)  # RAW: the residents' wave reads these slots
-        if plan.into_slots is not None or layer.is_stale:
+        if plan.into_slots is None and layer.is_stale:
             self._publish(layer)
-        if plan.has_residents or not waves:
-            yield ExpertWave(layer.buffers, self.mapping(layer), is_last=not waves)
-        for index, wave in enumerate(waves):
-            row_of = np.full(layer.store.num_experts, -1, dtype=np.int32)
-            row_of[wave.experts] = wave.rows
-            mapped = self._expert_map(layer, row_of)
+        in_slots = self._slot_waves(layer, plan, whole=whole)
+        if not in_slots and not staged:
+            nothing = plan.ready
+            in_slots = [SlotWave(nothing, nothing, None)]
+        num_waves = len(in_slots) + len(staged)
+        layer.waves += num_waves
+        maps, wave_of = self._wave_maps(layer, [*in_slots, *staged], topk_ids, whole=whole)
+
+        for number, slot_wave in enumerate(in_slots):
+            if slot_wave.copies is not None:
+                with self._stalls.waiting(layer_idx):
+                    self._copier.wait(slot_wave.copies)  # RAW: the wave reads these slots
+                self._publish(layer)
+            yield ExpertWave(
+                layer.buffers, maps[number], wave_of == number, is_last=number + 1 == num_waves
+            )
+        for index, wave in enumerate(staged):
             assert wave.copies is not None
             with self._stalls.waiting(layer_idx):
                 self._copier.wait(wave.copies)  # RAW: the wave reads this half of the ring
-            yield ExpertWave(ring.halves[wave.half], mapped, is_last=index + 1 == len(waves))
-            if index + 2 < len(waves):
-                start(waves[index + 2])
+            number = len(in_slots) + index
+            half = ring.halves[wave.half]
+            yield ExpertWave(half, maps[number], wave_of == number, number + 1 == num_waves)
+            if index + 2 < len(staged):
+                start(staged[index + 2])
             elif plan.is_broad:
                 self._read_ahead(layer_idx + 1, ring, wave.half)
+
+    def _slot_waves(self, layer: LayerCache, plan: WidePlan, *, whole: bool) -> list[SlotWave]:
+        """The waves that are computed in slots, none of them empty."""
+        if plan.into_slots is None:
+            return [SlotWave(plan.ready, plan.ready_slots, None)] if plan.ready.size else []
+        weight = plan.newcomers.size * layer.store.layout.payload_bytes
+        if plan.ready.size and weight >= self.apart_from_bytes and not whole:
+            return [
+                SlotWave(plan.ready, plan.ready_slots, None),
+                SlotWave(plan.newcomers, plan.newcomer_slots, plan.into_slots),
+            ]
+        experts = np.concatenate([plan.ready, plan.newcomers])
+        rows = np.concatenate([plan.ready_slots, plan.newcomer_slots])
+        return [SlotWave(experts, rows, plan.into_slots)]
+
+    def _wave_maps(
+        self,
+        layer: LayerCache,
+        waves: Sequence[SlotWave | StagedWave],
+        topk_ids: torch.Tensor,
+        *,
+        whole: bool,
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """The row of each expert in each wave, [E] int32, and the wave of each assignment, [T, K]
+        int32, on the device: one transfer that nothing waits for."""
+        # Every row starts on 16 bytes, and has a last entry of -1, which an id of -1 reads.
+        rows = np.full((len(waves) + 1, layer.store.num_experts // 4 * 4 + 4), -1, dtype=np.int32)
+        for number, wave in enumerate(waves):
+            if whole:
+                rows[number] = wave.rows[0] if wave.rows.size else 0
+            rows[number, wave.experts] = wave.rows
+            rows[-1, wave.experts] = number
+        num_ids = layer.store.num_experts
+        if layer.local_of is not None:
+            num_ids = layer.local_of.size
+            rows = rows[:, np.pad(layer.local_of, (0, 4 - num_ids % 4), constant_values=-1)]
+        sent = self._sender.send(rows)
+        return [row[:num_ids] for row in sent[:-1]], sent[-1][topk_ids.long()]
 
     def _read_ahead(self, layer_idx: int, ring: StagingRing, half: int) -> None:
         """Fill a half, which no wave of this layer uses any more, with absent experts of the next.
@@ -435,27 +533,32 @@ class Scheduler:
         self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
     ) -> WidePlan:
         """Plan what has room among the slots (`SlotTable.plan_wide`), and start its copies."""
-        host_ids, _ = self._read(layer, topk_ids, guesses)
+        host_ids = self._read(layer, topk_ids, guesses)
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
-            self._prefetcher.observe(layer.layer_idx, host_ids)
-        demanded = host_ids.ravel()
-        plan, streamed = layer.table.plan_wide(demanded, self._now, evict=self._decodes)
-        self._count_step(layer)
-        if plan.loads.size + streamed.size:
-            self._count_miss()
+        plan, streamed = layer.table.plan_wide(host_ids, self._now, evict=self._decodes)
+        # WAW: what the prefetcher still writes into slots of this plan comes before its copies.
         if self._prefetcher is not None:
             self._prefetcher.join(layer.layer_idx, plan)
-        layer.is_stale |= bool(plan.late.size)
         into_slots: CopyTicket | None = None
         if plan.loads.size:
             into_slots = self._copy(layer, plan.loads, layer.buffers, plan.load_slots)
-        num_placed = plan.hits.size + plan.loads.size + plan.late.size
+        if self._prefetcher is not None:
+            self._prefetcher.observe(layer.layer_idx, host_ids)
+        self._count_step(layer)
+        if plan.loads.size + streamed.size:
+            self._count_miss()
+        layer.is_stale |= bool(plan.late.size)
+        ready = np.concatenate([plan.hits, plan.late])  # the late have been waited for
+        num_demanded = ready.size + plan.loads.size + streamed.size
         return WidePlan(
-            streamed=streamed,
-            has_residents=num_placed > 0,
+            ready=ready,
+            ready_slots=layer.table.mapping[ready],
+            newcomers=plan.loads,
+            newcomer_slots=plan.load_slots,
             into_slots=into_slots,
-            is_broad=is_broad(num_placed + streamed.size, layer.store.num_experts),
+            streamed=streamed,
+            is_broad=is_broad(num_demanded, layer.store.num_experts),
         )
 
     # Looking at it
@@ -582,21 +685,33 @@ class Scheduler:
             prefetch_budget_bytes=prefetcher.budgets[index] if prefetcher and index else 0,
         )
 
-    def _read(
-        self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
-    ) -> tuple[IntArray, IntArray | None]:
-        """[T, K] local ids and the guesses on the host, and into the trace if one is recorded."""
-        sent = self._reader.send(topk_ids, None if guesses is None else guesses())
-        return self._receive(layer, sent)
+    def _read(self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None) -> IntArray:
+        """[T, K] local ids on the host, and into the trace if one is recorded, with the guesses:
+        nothing is predicted from a wide step."""
+        wanted = guesses if isinstance(self.recorder, TraceRecorder) else None
+        known = self._take_peeked(layer, topk_ids) if wanted is None else None
+        if known is not None:
+            return self._received(layer, known, None)[0]
+        return self._receive(
+            layer, self._reader.send(topk_ids, None if wanted is None else wanted())
+        )[0]
+
+    def _take_peeked(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray | None:
+        """[T, K] the ids as `fits` has just read them; None if it has not."""
+        peeked, self._peeked = self._peeked, None
+        if peeked is None or peeked[0] != layer.layer_idx or peeked[1] is not topk_ids:
+            return None
+        return peeked[2]
 
     def _receive(self, layer: LayerCache, sent: Sent) -> tuple[IntArray, IntArray | None]:
-        ids, host_guesses = self._reader.receive(sent)
+        return self._received(layer, *self._reader.receive(sent))
+
+    def _received(
+        self, layer: LayerCache, ids: IntArray, host_guesses: IntArray | None
+    ) -> tuple[IntArray, IntArray | None]:
         if isinstance(self.recorder, TraceRecorder):
             self.recorder.record(layer.layer_idx, ids, host_guesses)
         return self._as_local(layer, ids), host_guesses
-
-    def _local_ids(self, layer: LayerCache, topk_ids: torch.Tensor) -> IntArray:
-        return self._as_local(layer, self._reader.receive(self._reader.send(topk_ids, None))[0])
 
     def _as_local(self, layer: LayerCache, ids: IntArray) -> IntArray:
         if layer.local_of is None:
@@ -627,14 +742,6 @@ class Scheduler:
         layer.mapping_staged[:-1].numpy()[:] = self.planned_mapping(layer)
         if layer.mapping_staged is not layer.mapping:
             layer.mapping.copy_(layer.mapping_staged, non_blocking=True)
-
-    def _expert_map(self, layer: LayerCache, row_of: IntArray) -> torch.Tensor:
-        rows = (
-            row_of
-            if layer.local_of is None
-            else np.where(layer.local_of >= 0, row_of[layer.local_of], -1).astype(np.int32)
-        )
-        return torch.from_numpy(rows.copy()).to(self._device)
 
     def _staging_of(self, layer: LayerCache) -> StagingRing:
         """The staging ring for this layer's kind of record."""

@@ -391,6 +391,67 @@ def test_every_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_a_time() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# Wide demands
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_slots"), [(3, 1), (16, 6), (37, 36), (130, 64)], ids=str
+)
+def test_a_wide_demand_is_divided_as_on_the_host(num_experts: int, num_slots: int) -> None:
+    rng = np.random.default_rng(num_experts)
+    table = make_table(num_layers=2, num_experts=num_experts, num_slots=num_slots)
+    pair = Pair(table, "lru")
+    for step in range(12):
+        pair.advance()
+        evict = step % 3 > 0
+        for layer_idx, dtype in enumerate((torch.int32, torch.int64)):
+            popular = rng.permutation(num_experts)[: rng.integers(1, num_experts + 1)]
+            ids = rng.choice(np.append(popular, -1), (int(rng.integers(1, 40)), 3))
+            reference = pair.references[layer_idx]
+            resident = set(np.flatnonzero(reference.mapping >= 0).tolist())
+            wide = reference.plan_wide(ids, pair.now, evict=evict)
+            report = table.plan_wide(layer_idx, ids_of(ids, dtype), evict=evict)
+            planned, streamed, slots, counts = report.rows.cpu().numpy()
+            num_hits, num_planned, num_streamed = counts[:3]
+            table.touch(layer_idx, report.streamed)
+            np.testing.assert_array_equal(planned[:num_hits], wide.plan.hits)
+            assert set(planned[:num_hits].tolist()) <= resident
+            newcomers = planned[num_hits:num_planned]
+            order = np.argsort(newcomers)
+            np.testing.assert_array_equal(newcomers[order], wide.plan.loads)
+            np.testing.assert_array_equal(slots[num_hits:num_planned][order], wide.plan.load_slots)
+            np.testing.assert_array_equal(streamed[:num_streamed], wide.streamed)
+            pair.compare(layer_idx)
+    table.check_integrity()
+    table.check_errors()
+    table.close()
+
+
+def test_a_wide_demand_may_have_any_number_of_assignments() -> None:
+    table = make_table(num_experts=16, num_slots=6, max_assignments=16)
+    ids = np.resize(np.arange(8), (4000, 3))
+    counts = table.plan_wide(0, ids_of(ids), evict=False).counts[:3].tolist()
+    assert counts == [0, 6, 2]
+    table.close()
+
+
+def test_a_wide_demand_of_experts_that_do_not_exist_is_reported() -> None:
+    table = make_table(num_experts=16, num_slots=6)
+    table.plan_wide(0, ids_of([[3, 16], [99, -1]]), evict=True)
+    with pytest.raises(SlotTableError, match="2 assignments to experts outside 0 to 15"):
+        table.check_errors()
+    report = table.plan_wide(0, ids_of([[3, 4]]), evict=True)
+    assert report.counts[:3].tolist() == [1, 2, 0], "counted anew"
+    table.close()
+
+
+def test_a_wide_demand_must_be_integers() -> None:
+    table = make_table()
+    with pytest.raises(ValueError, match="int32 or int64"):
+        table.plan_wide(0, torch.zeros(2, 2, device=DEVICE), evict=True)
+    table.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_tokens", [1, 4, 32])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prefetch_runtime.audit import audit
 from prefetch_runtime.copier import CopyError, CopyJob, CopyTicket, HostCopier
+from prefetch_runtime.demand_reader import DemandReader, Sent
 from prefetch_runtime.scheduler import LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.staging import StagingRing
@@ -208,6 +209,7 @@ def _run_waves(
             if row >= 0:
                 assert holds(wave.buffers, row, layer.store, expert)
         computed += rows >= 0
+        assert torch.equal(wave.in_wave, rows >= 0)
         experts = torch.where(wave.expert_map >= 0)[0].tolist()
         where = "slots" if wave.buffers is layer.buffers else "ring"
         log.append(("compute", len(waves)))
@@ -224,7 +226,7 @@ def test_each_absent_expert_is_copied_once_and_residents_not_at_all() -> None:
     _step(cache, [8, 9, 10, 11])
     cache.scheduler.begin_step()
     waves = _run_waves(cache, _ids([0, 8, 1], [2, 9, 3], [4, 0, 1], [-1, -1, -1]), copier.log)
-    assert waves == [("slots", [8, 9, 10, 11]), ("ring", [0, 1]), ("ring", [2, 3]), ("ring", [4])]
+    assert waves == [("slots", [8, 9]), ("ring", [0, 1]), ("ring", [2, 3]), ("ring", [4])]
     copied = [expert for experts in copier.experts[1:] for expert in experts]
     assert sorted(copied) == [0, 1, 2, 3, 4]
     assert cache.mapping() == [-1] * 8 + [0, 1, 2, 3]
@@ -259,13 +261,98 @@ def test_a_wide_batch_that_decodes_takes_the_slots_that_it_does_not_need() -> No
     assert sum(map(len, copier.jobs)) == 3, "what it asks for most is there"
 
 
+def test_residents_are_computed_while_newcomers_are_copied() -> None:
+    cache, copier = _ring_cache()
+    cache.scheduler.apart_from_bytes = 2 * LAYOUT.payload_bytes
+    _step(cache, [0, 1, 2, 3])
+    cache.scheduler.begin_step(decodes=True)
+    copier.log.clear()
+    waves = _run_waves(cache, _ids([0, 7], [1, 7], [5, 7], [5, 4], [6, 8]), copier.log)
+    assert waves == [("slots", [0, 1]), ("slots", [5, 7]), ("ring", [4, 6]), ("ring", [8])]
+    # Every copy is under way before the first wave: 1 into slots, 2 and 3 into the ring.
+    assert copier.log == [
+        ("submit", 1),
+        ("submit", 2),
+        ("submit", 3),
+        ("compute", 0),
+        ("wait", 1),
+        ("compute", 1),
+        ("wait", 2),
+        ("compute", 2),
+        ("wait", 3),
+        ("compute", 3),
+    ]
+    assert cache.scheduler.stats().layers[0].waves == 1 + 4
+    assert audit(cache.scheduler) == []
+
+
+def test_few_newcomers_are_computed_with_the_residents() -> None:
+    cache, copier = _ring_cache()
+    cache.scheduler.apart_from_bytes = 2 * LAYOUT.payload_bytes
+    _step(cache, [0, 1, 2, 3])
+    cache.scheduler.begin_step(decodes=True)
+    assert _run_waves(cache, _ids([0, 1], [2, 9]), copier.log) == [("slots", [0, 1, 2, 9])]
+
+
+def test_waves_that_cost_the_whole_layer_are_few_and_name_a_row_for_every_expert() -> None:
+    cache, _ = _ring_cache()
+    cache.scheduler.apart_from_bytes = 0
+    _step(cache, [0, 1, 2, 3])
+    cache.scheduler.begin_step(decodes=True)
+    ids = _ids([0, 7], [1, 7], [5, 7], [5, 4], [6, 8])
+    layer, computed = cache.layer(), []
+    for wave in cache.scheduler.expert_waves(0, ids, whole=True):
+        of_wave = sorted({int(expert) for expert in ids[wave.in_wave]})
+        computed.append(of_wave)
+        for expert in of_wave:
+            assert holds(wave.buffers, int(wave.expert_map[expert]), layer.store, expert)
+        rows = {int(wave.expert_map[expert]) for expert in of_wave}
+        assert set(wave.expert_map.tolist()) == rows, "others read a row that the wave has"
+    assert computed == [[0, 1, 5, 7], [4, 6], [8]]
+
+
+def test_the_ids_of_a_layer_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, copier = _ring_cache()
+    received = []
+    receive = DemandReader.receive
+
+    def counted(reader: DemandReader, sent: Sent) -> object:
+        received.append(sent)
+        return receive(reader, sent)
+
+    monkeypatch.setattr(DemandReader, "receive", counted)
+    for ids in (_ids([0, 1, 2, 3], [4, 5, 6, 7]), _ids([0, 1, 2, 3], [0, 1, 2, 3])):
+        cache.scheduler.begin_step()
+        received.clear()
+        if cache.scheduler.fits(0, ids):
+            assert torch.equal(cache.scheduler.fetch(0, ids), cache.layer().mapping[ids.long()])
+        else:
+            _run_waves(cache, ids, copier.log)
+        assert len(received) == 1
+
+
+def test_ids_that_were_looked_at_for_another_layer_or_step_are_not_taken() -> None:
+    cache = small_cache(num_layers=2)
+    ids = _ids([0, 1, 2, 3, 0])
+    cache.scheduler.begin_step()
+    assert cache.scheduler.fits(0, ids)
+    ids[0, 4] = 1
+    cache.scheduler.fetch(1, ids)
+    assert cache.scheduler.stats().layers[1].misses == 4
+    assert cache.scheduler.fits(0, ids)
+    cache.scheduler.begin_step()
+    ids[0] = 7
+    cache.scheduler.fetch(0, ids)
+    assert cache.mapping() == [-1] * 7 + [0]
+
+
 def test_empty_slots_are_filled_first_with_the_most_demanded() -> None:
     cache, copier = _ring_cache(num_slots=3)
     _step(cache, [11, 11])
     cache.scheduler.begin_step()
     # 6 is demanded three times, 9 twice, the others once.
     waves = _run_waves(cache, _ids([6, 0], [6, 1], [6, 9], [2, 9]), copier.log)
-    assert waves == [("slots", [6, 9, 11]), ("ring", [0, 1]), ("ring", [2])]
+    assert waves == [("slots", [6, 9]), ("ring", [0, 1]), ("ring", [2])]
     assert copier.experts[1] == [6, 9]
     assert cache.mapping()[6] >= 0
     assert cache.mapping()[9] >= 0
@@ -399,7 +486,7 @@ def test_of_what_was_sent_ahead_the_demanded_part_is_used_where_it_lies() -> Non
     cache, copier = _two_layers()
     _run_waves(cache, EVERY, copier.log)
     waves = _run_waves(cache, _ids([1, 2, 3, 7, 8]), copier.log, layer_idx=1)
-    assert waves == [("slots", [8, 9]), ("ring", [1]), ("ring", [2, 3]), ("ring", [7])]
+    assert waves == [("slots", [8]), ("ring", [1]), ("ring", [2, 3]), ("ring", [7])]
     assert copier.experts[6:] == [[7]]
 
 

@@ -84,7 +84,8 @@ class MarlinBlocks:
         """Within this context vLLM's Marlin takes expert ids, and reads the weights at their slots.
 
         `slot_of` [E] int32 on the device: row of each expert that a token was routed to. In a wave
-        see `with_spare`.
+        the blocks of experts outside of it are computed all the same, on another expert's weights:
+        without them the other rows' bits would change. Their own rows are not kept.
         """
         size = self.block_size(x, w13, w2)
         align, launch = getattr(marlin_moe, _ALIGN), getattr(marlin_moe, _LAUNCH)
@@ -100,15 +101,6 @@ class MarlinBlocks:
 
         with _replaced(_ALIGN, by_expert), _replaced(_LAUNCH, launched):
             yield
-
-
-def with_spare(slot_of: torch.Tensor) -> torch.Tensor:
-    """[E] `slot_of` with a row of the wave in place of each -1.
-
-    Blocks of experts outside of the wave are computed all the same, on another expert's weights:
-    without them the other rows' bits would change. Their own rows are not kept.
-    """
-    return torch.where(slot_of < 0, slot_of.amax(), slot_of)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from prefetch_runtime.vllm.kernels import (
     launched_as,
 )
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
-from prefetch_runtime.vllm.marlin import MarlinBlocks, with_spare
+from prefetch_runtime.vllm.marlin import MarlinBlocks
 from prefetch_runtime.vllm.seats import Seats, fields_in_use
 
 logger = init_logger(__name__)
@@ -329,17 +329,18 @@ class PrefetchRoutedExperts(RoutedExperts):
         output: Any = None
         try:
             scheduler = self._cache_engine.scheduler
-            for wave in scheduler.expert_waves(self._cache_layer_idx, topk_ids, guesses):
+            waves = scheduler.expert_waves(
+                self._cache_layer_idx, topk_ids, guesses, whole=self._blocks is not None
+            )
+            for wave in waves:
                 self._seats.point(wave.buffers.tensors)
-                in_wave = wave.expert_map[topk_ids.long()] >= 0
                 with ExitStack() as stack:
-                    stack.enter_context(self._rows.wave(in_wave, is_last=wave.is_last))
+                    stack.enter_context(self._rows.wave(wave.in_wave, is_last=wave.is_last))
                     if self._blocks is None:
                         self._wave_map = wave.expert_map
                     else:
-                        slot_of = with_spare(wave.expert_map)
                         stack.enter_context(
-                            self._blocks.on(slot_of, x, self.w13_weight, self.w2_weight)
+                            self._blocks.on(wave.expert_map, x, self.w13_weight, self.w2_weight)
                         )
                     output = super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
         finally:

@@ -82,7 +82,7 @@ class Seats:
             UnsupportedError: the kernel holds rows of experts that no slot has.
         """
         name_at = {tensor.data_ptr(): name for name, tensor in slots.items()}
-        self._slots = dict(slots)
+        self._slots = self._read = slots
         self._seats: dict[int, tuple[str, torch.Tensor]] = {}
         num_slots = next(iter(slots.values())).shape[0]
         for name, parameter in layer._parameters.items():
@@ -112,6 +112,9 @@ class Seats:
 
     def point(self, rows: Mapping[str, torch.Tensor]) -> None:
         """Let the kernel read `rows` [R, ...], named like the slots, in their place."""
+        if rows is self._read:
+            return
+        self._read = rows
         for name, tensor in self._seats.values():
             given = rows[name]
             tensor.data = given.view(given.shape[0], *tensor.shape[1:])

@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.scalar_type import scalar_types
 
-from prefetch_runtime.vllm.marlin import MarlinBlocks, with_spare
+from prefetch_runtime.vllm.marlin import MarlinBlocks
 
 pytestmark = pytest.mark.engine
 
@@ -92,10 +92,10 @@ def routed(tokens: int, experts: int = E) -> torch.Tensor:
 def test_blocks_are_those_of_the_resident_launch(tokens: int, launches: Launches) -> None:
     x, topk_ids = torch.zeros(tokens, H, dtype=torch.bfloat16), routed(tokens)
     run(x, topk_ids, E)
-    slot_of = torch.full((E,), -1, dtype=torch.int32)
+    # As in a wave: the experts outside of it read a row that it has.
+    rows_of = torch.full((E,), S - 1, dtype=torch.int32)
     resident = torch.randperm(E, generator=torch.Generator().manual_seed(1))[:S]
-    slot_of[resident] = torch.arange(S, dtype=torch.int32)
-    rows_of = with_spare(slot_of)
+    rows_of[resident] = torch.arange(S, dtype=torch.int32)
     with MarlinBlocks(KERNEL, E, K).on(rows_of, x, *weights(S)):
         run(x, topk_ids, S)
     alone, ours = launches.seen
@@ -109,12 +109,6 @@ def test_blocks_are_those_of_the_resident_launch(tokens: int, launches: Launches
     assert torch.equal(slots[:blocks], rows_of[experts.long()])
     assert slots.min() >= 0, "an id of -1 would take a block out of the count"
     assert slots.max() < S
-
-
-def test_experts_outside_of_a_wave_read_a_row_that_it_has() -> None:
-    slot_of = torch.tensor([-1, 3, -1, 2], dtype=torch.int32)
-    assert with_spare(slot_of).tolist() == [3, 3, 3, 2]
-    assert with_spare(slot_of).dtype == torch.int32
 
 
 def test_slots_alone_would_have_had_blocks_of_another_size(launches: Launches) -> None:

@@ -1,0 +1,117 @@
+"""Wide steps with real copies beside kernels: the right bytes in every wave, and no waiting."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from prefetch_runtime.audit import audit
+from prefetch_runtime.copier import create_copier
+from prefetch_runtime.host_store import HostStore, RecordLayout
+from prefetch_runtime.scheduler import Scheduler
+from prefetch_runtime.slot_buffers import SlotBuffers
+
+NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 3, 48, 16, 4
+# Two fields whose rows are large enough that a copy is still under way when its wave is issued.
+LAYOUT = RecordLayout.from_tensors(
+    {"w13_weight": ((3 << 19,), torch.int32), "w2_weight": ((3 << 18,), torch.int32)}
+)
+
+
+def _kind(mode: str) -> type[Scheduler]:
+    if mode == "eager":
+        return Scheduler
+    from prefetch_runtime.device_scheduler import DeviceScheduler
+
+    return DeviceScheduler
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within this context torch refuses what makes the host wait for a stream."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_what_waits_is_refused_here() -> None:
+    rows = torch.zeros(4, dtype=torch.int32)
+    with no_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
+        rows.to("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("apart_from_bytes", [0, 1 << 40], ids=["residents first", "together"])
+@pytest.mark.parametrize("mode", ["eager", "full"])
+def test_wide_steps_wait_once_a_layer_and_compute_every_row(
+    mode: str, apart_from_bytes: int
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rng = np.random.default_rng(5)
+    with HostStore() as store:
+        scheduler = _kind(mode)(
+            copier=create_copier(device), host_store=store, device=device, mode=mode,
+            staging_slots=8, id_for_padding=0,
+        )  # fmt: skip
+        scheduler.apart_from_bytes = apart_from_bytes
+        for layer_idx in range(NUM_LAYERS):
+            layer = store.add_layer(layer_idx, NUM_EXPERTS, LAYOUT)
+            layer.slab.random_(0, 256)
+            store.pin(layer_idx)
+            slots = SlotBuffers(NUM_SLOTS, LAYOUT, device)
+            scheduler.add_layer(layer_idx, f"layer {layer_idx}", layer, slots)
+        scheduler.seal()
+        scheduler.warm_up(TOP_K, 64)
+        shape = (24, TOP_K)
+        seen = {
+            name: torch.empty(NUM_LAYERS, *shape, tensor.shape[1] // 4096, dtype=torch.int32).cuda()
+            for name, tensor in scheduler.slot_buffers(0).tensors.items()
+        }
+        for step in range(12):
+            width = NUM_EXPERTS if step % 4 == 3 else int(rng.integers(NUM_SLOTS + 1, NUM_EXPERTS))
+            ids = np.stack(
+                [
+                    np.resize(rng.choice(NUM_EXPERTS, width, replace=False), shape)
+                    for _ in range(NUM_LAYERS)
+                ]
+            ).astype(np.int32)
+            on_device = torch.from_numpy(ids).cuda()
+            computed = torch.zeros(NUM_LAYERS, *shape, dtype=torch.int32, device=device)
+            scheduler.begin_step(decodes=step % 4 < 2)
+            with no_waiting():
+                for layer_idx in range(NUM_LAYERS):
+                    _compute(scheduler, layer_idx, on_device[layer_idx], computed, seen)
+            assert torch.equal(computed, torch.ones_like(computed)), "each (token, k) once"
+            for name, values in seen.items():
+                for layer_idx in range(NUM_LAYERS):
+                    held = store.layer(layer_idx).tensor(name)[:, ::4096]
+                    assert torch.equal(values[layer_idx].cpu(), held[ids[layer_idx]]), name
+            assert audit(scheduler) == []
+        assert scheduler.stats().total("evictions") > 0
+        scheduler.close()
+
+
+def _compute(
+    scheduler: Scheduler,
+    layer_idx: int,
+    ids: torch.Tensor,
+    computed: torch.Tensor,
+    seen: dict[str, torch.Tensor],
+) -> None:
+    """Every 4096th number of each assignment's expert, as its wave finds it."""
+    assert not (type(scheduler) is Scheduler and scheduler.fits(layer_idx, ids))
+    for wave in scheduler.expert_waves(layer_idx, ids):
+        computed[layer_idx] += wave.in_wave
+        rows = wave.expert_map[ids.long()].clamp(min=0).long()
+        for name, tensor in wave.buffers.tensors.items():
+            found = tensor[:, ::4096][rows]
+            kept = seen[name][layer_idx]
+            torch.where(wave.in_wave.unsqueeze(-1), found, kept, out=kept)
