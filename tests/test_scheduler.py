@@ -336,9 +336,9 @@ def test_ids_that_were_looked_at_for_another_layer_or_step_are_not_taken() -> No
     ids = _ids([0, 1, 2, 3, 0])
     cache.scheduler.begin_step()
     assert cache.scheduler.fits(0, ids)
-    ids[0, 4] = 1
+    ids[0, 3] = 2
     cache.scheduler.fetch(1, ids)
-    assert cache.scheduler.stats().layers[1].misses == 4
+    assert cache.scheduler.stats().layers[1].misses == 3
     assert cache.scheduler.fits(0, ids)
     cache.scheduler.begin_step()
     ids[0] = 7
