@@ -26,6 +26,7 @@ from prefetch_runtime.config import (
 from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
+from prefetch_runtime.serve_file import ServeFile, read_serve_file
 from prefetch_runtime.shapes import SHAPES
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
@@ -174,11 +175,18 @@ def serve(
     metrics: MetricsOption = None,
 ) -> None:
     """Start `vllm serve` with the expert cache."""
-    if model.startswith("-"):
-        raise ConfigError(
-            f"give the model first: prefetch-runtime serve MODEL [options]; {model!r} is no model"
-        )
     passed_on = list(context.args)
+    in_front = model.startswith("-")
+    if in_front:  # an option: the model may be in vLLM's own file
+        passed_on.insert(0, model)
+    file = _read_config_file(passed_on)
+    if in_front:
+        if file is None or file.model is None:
+            raise ConfigError(
+                "give the model first: prefetch-runtime serve MODEL [options]; "
+                f"{model!r} is no model"
+            )
+        model = file.model
     given = _settings(
         slots_per_layer=slots,
         expert_cache_gib=cache_gib,
@@ -193,6 +201,10 @@ def serve(
     additional = _take_additional_config(passed_on)
     PrefetchConfig.from_additional_config(additional)
     settings = {**(additional.get(ADDITIONAL_CONFIG_KEY) or {}), **given}
+    if file is not None:
+        PrefetchConfig.from_additional_config(file.additional_config)
+        settings = {**(file.additional_config.get(ADDITIONAL_CONFIG_KEY) or {}), **settings}
+        additional = {**file.additional_config, **additional}
     config = PrefetchConfig.from_mapping(settings)
     _check_model(model, config)
     if given and not config.enabled and slots is None:
@@ -210,8 +222,14 @@ def serve(
                 "the expert cache sets --worker-cls itself; leave it out, or "
                 f"{spelled('slots_per_layer')}"
             )
-        additional[ADDITIONAL_CONFIG_KEY] = settings
+        if file is not None and file.worker_cls not in (None, WORKER_CLS):
+            raise ConfigError(
+                f"the expert cache sets --worker-cls itself, but {file.path} has another; leave it "
+                f"out there, or {spelled('slots_per_layer')}"
+            )
         command += ["--worker-cls", WORKER_CLS]
+    if config.enabled or ADDITIONAL_CONFIG_KEY in additional:
+        additional[ADDITIONAL_CONFIG_KEY] = settings
     if additional:
         command += ["--additional-config", json.dumps(additional)]
     # vLLM takes this process over, so that signals and the exit status are its own.
@@ -232,6 +250,25 @@ def _option_name(argument: str) -> str:
         if stem.startswith(shortest) and full.startswith(stem):
             return full + dot + key
     return name
+
+
+def _read_config_file(arguments: list[str]) -> ServeFile | None:
+    """What vLLM's own `--config FILE` in the arguments says, if it is there.
+
+    It is put as vLLM looks for it, which overlooks `--config=FILE`.
+    """
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            arguments[index : index + 1] = ["--config", argument.partition("=")[2]]
+            break
+    if arguments.count("--config") + sum(a.startswith("--config=") for a in arguments) > 1:
+        raise ConfigError("--config is given twice; vLLM reads one file")
+    if "--config" not in arguments:
+        return None
+    index = arguments.index("--config") + 1
+    if index == len(arguments):
+        raise ConfigError("--config needs a file after it")
+    return read_serve_file(arguments[index])
 
 
 def _take_additional_config(arguments: list[str]) -> dict[str, Any]:

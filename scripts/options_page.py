@@ -32,6 +32,14 @@ For vLLM's own command they stand in `--additional-config '{"prefetch_runtime": 
 `--worker-cls prefetch_runtime.vllm.PrefetchWorker`. An unknown key, a wrong type or a value out
 of range is refused before anything is loaded. The column "option" names the commands of
 `prefetch-runtime` that have it; `serve` also takes `--additional-config` itself, for the others.
+
+vLLM's own file for `serve`, `--config FILE.yaml`, holds them under the same key. `prefetch-runtime
+serve` adds the worker class and lets the command line come first, setting by setting; for vLLM's
+command `worker-cls` must be there, too.
+
+    model: Qwen/Qwen3-30B-A3B
+    additional-config:
+      prefetch_runtime: {slots_per_layer: 48, predictor: next_gate}
 """
 
 BENCH = """## A configuration file of `prefetch-runtime bench`
