@@ -101,10 +101,12 @@ BudgetOption = Annotated[
     ),
 ]
 StagingOption = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--staging-slots",
-        help=_with_default("Experts in the ring through which prompts stream.", "staging_slots"),
+        help=_with_default(
+            "Experts in the ring through which prompts stream, or auto.", "staging_slots"
+        ),
     ),
 ]
 MetricsOption = Annotated[
@@ -118,10 +120,11 @@ MetricsOption = Annotated[
 def _settings(**given: Any) -> dict[str, Any]:
     """The options that were given, checked, under their names in `--additional-config`."""
     settings = {key: value for key, value in given.items() if value is not None}
-    if "slots_per_layer" in settings:
+    for key in ("slots_per_layer", "staging_slots"):
         # Left as text where it is no number: the message of the check names what was given.
-        with suppress(ValueError):
-            settings["slots_per_layer"] = int(settings["slots_per_layer"])
+        if key in settings:
+            with suppress(ValueError):
+                settings[key] = int(settings[key])
     if "prefetch_budget_mib" in settings:
         with suppress(ValueError):
             settings["prefetch_budget_mib"] = float(settings["prefetch_budget_mib"])

@@ -76,8 +76,8 @@ def plan(
         ),
     ] = 0.92,
     staging_slots: Annotated[
-        int, typer.Option(metavar="N", help="Experts in the ring for prompts.")
-    ] = 16,
+        str, typer.Option(metavar="N", help="Experts in the ring for prompts, or auto.")
+    ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Say how many experts fit on a GPU, and about how fast that would be.
@@ -90,7 +90,7 @@ def plan(
         batch=batch,
         mode=_mode(mode),
         utilization=utilization,
-        staging_slots=staging_slots,
+        staging_slots=_staging_slots(staging_slots),
         resident_ms=resident_ms,
     )
     rates = _hit_rates(sizes, batch, curve=curve, trace=trace)
@@ -135,6 +135,17 @@ def doctor(as_json: JsonOption = False) -> None:
         plan_report.print_machine(machine, report)
     if report.problems:
         raise typer.Exit(1)
+
+
+def _staging_slots(asked: str) -> int | Literal["auto"]:
+    if asked == "auto":
+        return "auto"
+    try:
+        return int(asked)
+    except ValueError:
+        raise ConfigError(
+            f"--staging-slots must be 'auto' or a whole number of experts, got {asked!r}"
+        ) from None
 
 
 def _mode(asked: str) -> Literal["full", "eager"]:

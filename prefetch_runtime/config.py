@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from predictors import PREDICTOR_NAMES
 from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES
+from prefetch_runtime.waves import MOST_RING_ROWS
 
 Mode = Literal["auto", "full", "segmented", "eager"]
 
@@ -73,8 +74,9 @@ class PrefetchConfig(BaseModel):
     prefetch_budget_mib: float | Literal["auto"] = "auto"
     """MiB of speculation per layer and step; "auto" = what the link has time for, and nothing where
     speculation does not pay."""
-    staging_slots: int = Field(default=16, ge=2, le=1024)
-    """Experts in the ring, shared by all layers, through which wide steps stream absent experts."""
+    staging_slots: int | Literal["auto"] = "auto"
+    """Experts in the ring, shared by all layers, through which wide steps stream absent experts,
+    2 to 1024; "auto" = as many as weigh 144 MiB, at least 16."""
     trace_tokens: int = Field(default=0, ge=0, le=1 << 24)
     """Mode "full": room on the device for a trace of so many tokens; the other modes need none."""
     metrics: bool = False
@@ -97,6 +99,12 @@ class PrefetchConfig(BaseModel):
             raise ValueError(
                 f"{spelled('prefetch_budget_mib')} must be 'auto' or a number of MiB from 0 to "
                 f"{MAX_BUDGET_MIB}, got {budget}"
+            )
+        rows = self.staging_slots
+        if rows != "auto" and not 2 <= rows <= MOST_RING_ROWS:
+            raise ValueError(
+                f"{spelled('staging_slots')} must be 'auto' or a number of experts from 2 to "
+                f"{MOST_RING_ROWS}, got {rows}"
             )
         _check_name("policy", self.policy, POLICIES)
         _check_name("predictor", self.predictor, PREDICTORS)
@@ -173,6 +181,8 @@ def _worded(error: ValidationError) -> str:
         expected = "must be a whole number of experts (0 = off) or 'auto'"
     elif key == "prefetch_budget_mib":
         expected = "must be 'auto' or a number of MiB"
+    elif key == "staging_slots":
+        expected = "must be 'auto' or a whole number of experts"
     elif key == "mode":
         expected = "must be one of auto, full, segmented, eager"
     else:

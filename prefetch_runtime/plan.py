@@ -12,6 +12,7 @@ from typing import Literal
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.hit_rates import UNIFORM, HitRates, create_hit_rates
 from prefetch_runtime.model_sizes import ModelSizes
+from prefetch_runtime.waves import MOST_RING_ROWS, rows_of_half
 
 Mode = Literal["full", "eager", "resident"]
 """How a step runs; "resident": vLLM alone, without the cache."""
@@ -105,7 +106,7 @@ class Workload:
     mode: Literal["full", "eager"] = "full"
     utilization: float = 0.92
     """Share of the GPU that vLLM may use (`--gpu-memory-utilization`)."""
-    staging_slots: int = 16
+    staging_slots: int | Literal["auto"] = "auto"
     resident_ms: float | None = None
     """A measured step with every expert resident, instead of the model's."""
 
@@ -117,8 +118,9 @@ class Workload:
             raise ConfigError(
                 f"the share of GPU memory must be above 0 and at most 1, got {self.utilization:g}"
             )
-        if not 2 <= self.staging_slots <= 1024:
-            raise ConfigError(f"staging slots must be 2 to 1024, got {self.staging_slots}")
+        rows = self.staging_slots
+        if rows != "auto" and not 2 <= rows <= MOST_RING_ROWS:
+            raise ConfigError(f"staging slots must be 'auto' or 2 to {MOST_RING_ROWS}, got {rows}")
         if self.resident_ms is not None and not 0 < self.resident_ms < math.inf:
             raise ConfigError(f"a step's time must be positive, got {self.resident_ms:g} ms")
 
@@ -202,7 +204,12 @@ class Planner:
         sizes, workload = self.sizes, self.workload
         usable = int(self.gpu.gib * 2**30 * workload.utilization)
         # Two halves, as the runtime allocates them, for all layers together.
-        staging = 2 * min(workload.staging_slots // 2, sizes.num_experts) * sizes.expert_bytes
+        half = rows_of_half(
+            workload.staging_slots,
+            expert_bytes=sizes.expert_bytes,
+            num_experts=sizes.num_experts,
+        )
+        staging = 2 * half * sizes.expert_bytes
         kv_cache = workload.batch * sizes.kv_bytes(workload.context)
         activations = int(ACTIVATIONS_SHARE * usable)
         left = usable - sizes.dense_bytes - kv_cache - activations

@@ -6,7 +6,7 @@ Shapes: E = experts of a layer (global ids), S = slots, T = tokens, K = top_k, L
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from prefetch_runtime.slots import SlotPlan, SlotTable, absent_when_full
 from prefetch_runtime.staging import StagedWave, StagingRing
 from prefetch_runtime.stall_clock import StallClock
 from prefetch_runtime.stats import LayerStats, RuntimeStats
-from prefetch_runtime.waves import cut_by_token
+from prefetch_runtime.waves import cut_by_token, rows_of_half
 
 IntArray = npt.NDArray[np.signedinteger]
 Guesses = Callable[[], torch.Tensor]
@@ -123,13 +123,14 @@ class Scheduler:
         host_store: HostStore,
         device: torch.device,
         policy: str = "lru",
-        staging_slots: int = 16,
+        staging_slots: int | Literal["auto"] = "auto",
         mode: str = "eager",
         id_for_padding: int = -1,
         between: Between | None = None,
     ) -> None:
         """
         Args:
+            staging_slots: experts in the staging ring; see `waves.rows_of_half`.
             id_for_padding: the row that an id of -1 is renamed to (see `LayerCache.mapping`).
             between: what `fetch` hands its host's part to; None: it is done at once.
         """
@@ -747,7 +748,11 @@ class Scheduler:
         """The staging ring for this layer's kind of record."""
         key = tuple((f.name, f.shape, f.dtype) for f in layer.store.layout.fields)
         if key not in self._staging:
-            half = min(max(1, self._staging_slots // 2), layer.store.num_experts)
+            half = rows_of_half(
+                self._staging_slots,
+                expert_bytes=layer.store.layout.payload_bytes,
+                num_experts=layer.store.num_experts,
+            )
             # The CPU device splits by token and never stages.
             rows = half if self._device.type == "cuda" else 1
             halves = [SlotBuffers(rows, layer.store.layout, self._device) for _ in range(2)]

@@ -1,11 +1,19 @@
 """Splits a step that needs more experts than there are slots. Decides only; moves nothing."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.signedinteger]
+
+RING_BYTES = 144 << 20
+"""What a ring of 16 experts of 9 MiB weighs (Qwen3-30B-A3B, bf16): each half keeps a PCIe 5 link
+busy for 1.4 ms, longer than the host takes to issue a wave."""
+
+LEAST_RING_ROWS = 16
+MOST_RING_ROWS = 1024
 
 
 def cut_by_token(topk_ids: npt.NDArray[np.integer], num_slots: int) -> Iterator[slice]:
@@ -41,3 +49,21 @@ def cut_by_expert(absent: Sequence[int] | IntArray, wave_size: int) -> list[IntA
         raise ValueError(f"wave_size must be at least 1, got {wave_size}")
     ids = np.asarray(absent, dtype=np.int32)
     return [ids[at : at + wave_size] for at in range(0, len(ids), wave_size)]
+
+
+def rows_of_half(
+    staging_slots: int | Literal["auto"], *, expert_bytes: int, num_experts: int
+) -> int:
+    """Experts that each of the ring's two halves holds, at least 1 and at most all.
+
+    Args:
+        staging_slots: of both halves; "auto": as many as weigh `RING_BYTES`, at least 16, so that
+            small experts stream in fewer waves.
+        expert_bytes: of one expert, all its tensors.
+    """
+    if staging_slots == "auto":
+        of_weight = RING_BYTES // max(1, expert_bytes)
+        both = min(max(of_weight, LEAST_RING_ROWS), MOST_RING_ROWS)
+    else:
+        both = staging_slots
+    return min(max(1, both // 2), num_experts)

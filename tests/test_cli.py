@@ -260,7 +260,7 @@ class TestBadInput:
             (["--moe-expert-cache-gib", "nan"], "(--moe-expert-cache-gib) should be"),
             (["--prefetch-mode", "quick"], "must be one of auto, full, segmented, eager"),
             (["--eviction-policy", "lur"], "did you mean 'lru'?"),
-            (["--staging-slots", "1"], "greater than or equal to 2, got 1"),
+            (["--staging-slots", "1"], "from 2 to 1024, got 1"),
         ],
         ids=lambda value: str(value)[:50],
     )

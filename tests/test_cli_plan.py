@@ -148,7 +148,9 @@ class TestPlan:
         assert ("on a machine with more host memory" in below) == warned
 
     def test_small_sizes_are_in_mib(self, run: Callable[..., Ran]) -> None:
-        ran = run("plan", str(ROOT / "models" / "tiny-moe"), "--gpu-gib", "0.01")
+        ran = run(
+            "plan", str(ROOT / "models" / "tiny-moe"), "--gpu-gib", "0.01", "--staging-slots", "16"
+        )
         assert ran.status == 1
         assert "9.42 MiB" in ran.out
         assert "0.91 = too little: 4 slots take 1.50 MiB" in ran.out
@@ -269,7 +271,8 @@ class TestPlan:
             (["--context", "-5"], "context must be at least 1"),
             (["--target", "0"], "a target must be positive"),
             (["--gpu-memory-utilization", "1.2"], "above 0 and at most 1"),
-            (["--staging-slots", "0"], "staging slots must be 2 to 1024"),
+            (["--staging-slots", "0"], "staging slots must be 'auto' or 2 to 1024"),
+            (["--staging-slots", "many"], "'auto' or a whole number of experts, got 'many'"),
             (["--curve", "uniforn"], "did you mean 'uniform'?"),
             (["--curve", "uniform", "--trace", TRACE], "leave one out"),
             (["--trace", TRACE], "--trace: the trace belongs to another model"),

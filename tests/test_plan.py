@@ -79,6 +79,8 @@ class TestMemory:
         sizes = model_sizes(MIXTRAL.config)
         mixtral = planner(48, sizes=sizes, curve="mixtral-8x7b")
         assert mixtral.memory().staging == 2 * 8 * sizes.expert_bytes
+        small = replace(QWEN, expert_bytes=QWEN.expert_bytes // 4)
+        assert planner(12, sizes=small).memory().staging == planner().memory().staging
         assert planner(staging_slots=5).memory().staging == 4 * QWEN.expert_bytes
 
 
@@ -290,7 +292,7 @@ class TestWorkload:
             ({"utilization": 0}, "above 0 and at most 1"),
             ({"utilization": 1.5}, "above 0 and at most 1"),
             ({"utilization": float("nan")}, "above 0 and at most 1"),
-            ({"staging_slots": 1}, "staging slots must be 2 to 1024"),
+            ({"staging_slots": 1}, "staging slots must be 'auto' or 2 to 1024"),
             ({"resident_ms": 0}, "a step's time must be positive"),
             ({"resident_ms": float("inf")}, "a step's time must be positive"),
         ],

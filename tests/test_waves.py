@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefetch_runtime.waves import cut_by_expert, cut_by_token
+from prefetch_runtime.waves import RING_BYTES, cut_by_expert, cut_by_token, rows_of_half
 
 TOP_K = 3
 ROUTINGS = st.lists(
@@ -60,3 +60,26 @@ class TestByExpert:
     def test_a_wave_of_nothing_is_refused(self, size: int) -> None:
         with pytest.raises(ValueError, match=f"wave_size must be at least 1, got {size}"):
             cut_by_expert([1], size)
+
+
+class TestRowsOfHalf:
+    @pytest.mark.parametrize(
+        ("expert_bytes", "num_experts", "rows"),
+        [
+            (9 << 20, 128, 8),
+            (RING_BYTES // 64, 128, 32),
+            (RING_BYTES // 64, 24, 24),
+            (336 << 20, 8, 8),
+            (336 << 20, 128, 8),
+            (4096, 1024, 512),
+        ],
+        ids=["9 MiB", "a quarter of it", "few of them", "large", "large and many", "tiny"],
+    )
+    def test_small_experts_get_as_many_rows_as_weigh_the_same(
+        self, expert_bytes: int, num_experts: int, rows: int
+    ) -> None:
+        assert rows_of_half("auto", expert_bytes=expert_bytes, num_experts=num_experts) == rows
+
+    @pytest.mark.parametrize(("asked", "rows"), [(2, 1), (5, 2), (16, 8), (64, 12)])
+    def test_a_number_is_that_of_both_halves(self, asked: int, rows: int) -> None:
+        assert rows_of_half(asked, expert_bytes=1, num_experts=12) == rows

@@ -148,7 +148,7 @@ class BenchConfig(BaseModel):
     """As of vLLM."""
     moe_backend: str | None = None
     """As of vLLM."""
-    staging_slots: Annotated[int, Field(ge=2, le=1024)] = 16
+    staging_slots: Annotated[int, Field(ge=2, le=1024)] | Literal["auto"] = "auto"
     """As of the expert cache."""
     prefetch_budget_mib: Annotated[float, Field(ge=0, le=MAX_BUDGET_MIB)] | Literal["auto"] = "auto"
     """As of the expert cache."""

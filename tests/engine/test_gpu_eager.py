@@ -84,8 +84,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "policy": name.partition("-")[0],
             "predictor": "next_gate" if "predicted" in name else "none",
             "mode": "eager",
+            "staging_slots": 16,  # several waves, where "auto" holds all of such small experts
         }
-        return engine(name, RUNS, settings, mislead=name == "lru-32", **alone)
+        more = {"apart_from_bytes": 0} if name == "lru-8" else {}
+        return engine(name, RUNS, settings, mislead=name == "lru-32", **more, **alone)
 
     first = [
         engine("resident", RUNS, **alone),

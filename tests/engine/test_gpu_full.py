@@ -80,6 +80,7 @@ RUNS = [ONE, FOUR, SIXTEEN, SAMPLED, MIXED]
 SHORT_RUNS = [ONE, SHORT_FOUR, MIXED]
 
 SLOTS = {"full-8": 8, "full-32": 32, "full-16": 16, "full-4": 4}
+SEVERAL_WAVES = {"staging_slots": 16}  # where "auto" holds all of such small experts
 FEW = 4  # so few slots that nearly every batch runs as waves, which takes its time
 FEW_RUNS = [ONE, SHORT_FOUR, batch("sixteen", RUN_OF_16, 96, seed=30), SAMPLED, MIXED]
 MORE = {
@@ -112,7 +113,14 @@ def plans(folder: Path) -> Iterator[Plan]:
         "cached",
         [
             *(
-                cache(name, RUNS, {"slots_per_layer": slots}, llm=GRAPHS, mislead=name == "full-32")
+                cache(
+                    name,
+                    RUNS,
+                    {"slots_per_layer": slots, **SEVERAL_WAVES},
+                    llm=GRAPHS,
+                    mislead=name == "full-32",
+                    **({"apart_from_bytes": 0} if name == "full-8" else {}),
+                )
                 for name, slots in SLOTS.items()
                 if slots != FEW
             ),
@@ -126,7 +134,7 @@ def plans(folder: Path) -> Iterator[Plan]:
                 cache(name, [ONE, SAMPLED, MIXED], settings, llm=GRAPHS)
                 for name, settings in MORE.items()
             ),
-            cache("full-4", FEW_RUNS, {"slots_per_layer": FEW}, llm=GRAPHS),
+            cache("full-4", FEW_RUNS, {"slots_per_layer": FEW, **SEVERAL_WAVES}, llm=GRAPHS),
         ],
         steps=steps,
     )
