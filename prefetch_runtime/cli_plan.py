@@ -67,8 +67,14 @@ def plan(
         typer.Option(metavar="TOKENS/S", help="Find the fewest slots that reach this speed."),
     ] = None,
     mode: Annotated[
-        str, typer.Option("--prefetch-mode", metavar="MODE", help="auto, full or eager.")
+        str, typer.Option("--prefetch-mode", metavar="MODE", help="auto, full, segmented or eager.")
     ] = "auto",
+    host_us: Annotated[
+        float | None,
+        typer.Option(
+            metavar="US", help="Mode segmented: microseconds of the host at each MoE layer."
+        ),
+    ] = None,
     utilization: Annotated[
         float,
         typer.Option(
@@ -85,13 +91,20 @@ def plan(
     Reads the model's config.json only. Status 1: nothing fits, or not the target.
     """
     sizes = model_sizes(load_config(model))
+    planned = _mode(mode)
+    if host_us is not None and planned != "segmented":
+        raise ConfigError(
+            f"--host-us is of mode segmented, and this plans for {planned}; add --prefetch-mode "
+            "segmented, or leave it out"
+        )
     workload = Workload(
         context=context if context is not None else min(sizes.max_context or 8192, 8192),
         batch=batch,
-        mode=_mode(mode),
+        mode=planned,
         utilization=utilization,
         staging_slots=_staging_slots(staging_slots),
         resident_ms=resident_ms,
+        host_us=host_us,
     )
     rates = _hit_rates(sizes, batch, curve=curve, trace=trace)
     with err.status("planning"):
@@ -148,18 +161,15 @@ def _staging_slots(asked: str) -> int | Literal["auto"]:
         ) from None
 
 
-def _mode(asked: str) -> Literal["full", "eager"]:
+def _mode(asked: str) -> Literal["full", "segmented", "eager"]:
     mode = machine_doctor.AUTO_MODE if asked == "auto" else asked
     if mode == "full":
         return "full"
+    if mode == "segmented":
+        return "segmented"
     if mode == "eager":
         return "eager"
-    if mode == "segmented":
-        raise ConfigError(
-            "--prefetch-mode segmented has no measured model yet; its steps lie between those of "
-            "full and eager, so plan for these"
-        )
-    raise ConfigError(f"--prefetch-mode must be one of auto, full, eager, got {asked!r}")
+    raise ConfigError(f"--prefetch-mode must be one of auto, full, segmented, eager, got {asked!r}")
 
 
 def _hit_rates(sizes: ModelSizes, batch: int, *, curve: str | None, trace: Path | None) -> HitRates:

@@ -203,7 +203,8 @@ def _assumptions(settings: SimulationSettings) -> str:
         f"assumed: experts of {_mib(settings.expert_bytes)} (--expert-mib), a link of "
         f"{settings.link_gbs:g} GB/s (--link-gbs), so {copy_us:.0f} us a copy; "
         f"{settings.compute_us:g} us of compute a layer (--compute-us); speculation per layer: "
-        f"{speculation} (--budget-mib)"
+        f"{speculation} (--budget-mib). No time of the host: modes segmented and eager wait for it "
+        "at each layer, which comes on top"
     )
 
 

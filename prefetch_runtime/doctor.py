@@ -105,7 +105,11 @@ def modes(machine: Machine) -> dict[str, str]:
     return {
         "auto": f"is {AUTO_MODE if graphs.startswith('runs') else 'eager'} here",
         "full": graphs,
-        "segmented": graphs,
+        "segmented": (
+            f"{graphs}; it waits for the host at each MoE layer"
+            if graphs.startswith("runs")
+            else graphs
+        ),
         "eager": "runs" if machine.gpu else "runs on the CPU, with --enforce-eager",
     }
 

@@ -14,7 +14,7 @@ from prefetch_runtime.hit_rates import UNIFORM, HitRates, create_hit_rates
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.waves import MOST_RING_ROWS, rows_of_half
 
-Mode = Literal["full", "eager", "resident"]
+Mode = Literal["full", "segmented", "eager", "resident"]
 """How a step runs; "resident": vLLM alone, without the cache."""
 
 # Of a step with every expert resident, what is not reading memory. Fitted to Qwen3-30B-A3B's shape
@@ -25,6 +25,9 @@ GRAPH_LAYER_US = 45.0
 EAGER_LAYER_US = 1200.0
 # A layer that runs in waves, outside of any graph: 28 to 38 ms on top of the copies for 16 layers.
 WAVE_LAYER_US = 2000.0
+# Mode segmented: the host's own part of one MoE layer, all hit, without prediction, as measured
+# without a GPU (benchmarks/bench_segments.py). Waiting for the ids and launching come on top.
+SEGMENT_HOST_US = 14.0
 MEMORY_REACHED = 0.84
 """Share of a data sheet's memory bandwidth that a step reaches; from the same fit."""
 
@@ -103,12 +106,14 @@ class Workload:
     context: int
     """Tokens of each sequence that the KV cache must hold."""
     batch: int = 1
-    mode: Literal["full", "eager"] = "full"
+    mode: Literal["full", "segmented", "eager"] = "full"
     utilization: float = 0.92
     """Share of the GPU that vLLM may use (`--gpu-memory-utilization`)."""
     staging_slots: int | Literal["auto"] = "auto"
     resident_ms: float | None = None
     """A measured step with every expert resident, instead of the model's."""
+    host_us: float | None = None
+    """Mode segmented: the host's time at each MoE layer; None: `SEGMENT_HOST_US`."""
 
     def __post_init__(self) -> None:
         for name, value in (("context", self.context), ("batch", self.batch)):
@@ -123,6 +128,10 @@ class Workload:
             raise ConfigError(f"staging slots must be 'auto' or 2 to {MOST_RING_ROWS}, got {rows}")
         if self.resident_ms is not None and not 0 < self.resident_ms < math.inf:
             raise ConfigError(f"a step's time must be positive, got {self.resident_ms:g} ms")
+        if self.host_us is not None and not 0 <= self.host_us < 1e6:
+            raise ConfigError(
+                f"the host's time at a layer must be 0 to 1e6 us, got {self.host_us:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +315,7 @@ class Planner:
         if slots >= sizes.num_experts:
             return "resident"
         # A graph is only captured for batches whose experts always fit the slots.
-        return "full" if workload.mode == "full" and self._widest() <= slots else "eager"
+        return workload.mode if self._widest() <= slots else "eager"
 
     def _widest(self) -> int:
         """Most experts that a step can demand of a layer."""
@@ -314,8 +323,10 @@ class Planner:
 
     def _resident_us(self, mode: Mode, demanded: float, *, in_waves: bool) -> float:
         sizes, workload = self.sizes, self.workload
+        host = SEGMENT_HOST_US if workload.host_us is None else workload.host_us
+        waited = sizes.num_moe_layers * host if mode == "segmented" else 0.0
         if workload.resident_ms is not None:
-            return workload.resident_ms * 1e3
+            return workload.resident_ms * 1e3 + waited
         read = (
             sizes.dense_read_bytes
             + sizes.num_moe_layers * demanded * sizes.expert_bytes
@@ -325,7 +336,7 @@ class Planner:
         if mode == "eager":
             layer_us = WAVE_LAYER_US if in_waves else EAGER_LAYER_US
             return max(reading, layer_us * sizes.num_layers)
-        return reading + GRAPH_STEP_US + GRAPH_LAYER_US * sizes.num_layers
+        return reading + GRAPH_STEP_US + GRAPH_LAYER_US * sizes.num_layers + waited
 
 
 def rounded(value: float, digits: int = 2) -> float:

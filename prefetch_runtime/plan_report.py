@@ -12,7 +12,7 @@ from rich.text import Text
 from prefetch_runtime.doctor import Machine, Report
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
-from prefetch_runtime.plan import Estimate, Plan, Planner, rounded
+from prefetch_runtime.plan import SEGMENT_HOST_US, Estimate, Plan, Planner, rounded
 from prefetch_runtime.shapes import SHAPES
 
 SERVED_FORMATS = (
@@ -32,7 +32,7 @@ SERVED_FORMATS = (
 
 CAVEAT = (
     "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 20 % in mode full, up "
-    "to 35 % off in mode eager, which the host bounds."
+    "to 35 % off in mode eager, which the host bounds; mode segmented has not been compared."
 )
 
 out = Console(highlight=False)
@@ -64,6 +64,13 @@ def assumptions(planners: Sequence[Planner]) -> dict[str, str]:
     else:
         found["step"] = f"{workload.resident_ms:g} ms without misses, given"
         del found["GPU memory"]
+    if workload.mode == "segmented":
+        found["host"] = (
+            f"assumed: {SEGMENT_HOST_US:g} us at each MoE layer, its part alone, without "
+            "prediction; waiting for the ids and launching come on top and were not measured"
+            if workload.host_us is None
+            else f"{workload.host_us:g} us at each MoE layer, given"
+        )
     found["activations"] = "assumed: a tenth of what vLLM may use, graphs included"
     if sizes.notes:
         found["config.json"] = "; ".join(sizes.notes)
@@ -129,6 +136,11 @@ def print_sizes(
     )
     if workload.mode == "eager":
         out.print("This is mode eager, bound by the host; mode full is one CUDA graph per step.")
+    if workload.mode == "segmented":
+        out.print(
+            "This is mode segmented, which waits for the host at each MoE layer; mode full does "
+            "not."
+        )
     _print_assumptions(planners)
 
 
@@ -260,7 +272,7 @@ def _command(model: str, planner: Planner, plan: Plan) -> str:
     model = "MODEL" if model in SHAPES else shlex.quote(model)  # a shape has no weights to serve
     if plan.all_fit:
         return f"vllm serve {model} {rest}"
-    mode = " --prefetch-mode eager" if workload.mode == "eager" else ""
+    mode = "" if workload.mode == "full" else f" --prefetch-mode {workload.mode}"
     size = f"--moe-expert-cache-size {plan.memory.slots_per_layer}"
     return f"prefetch-runtime serve {model} {size}{mode} {rest}"
 

@@ -563,6 +563,7 @@ def test_simulate_says_what_it_assumes_and_which_options_change_it(
     assert "experts of 18 MiB (--expert-mib), a link of 25 GB/s (--link-gbs)" in assumed
     assert "755 us a copy" in assumed
     assert "85 us of compute a layer (--compute-us)" in assumed
+    assert "No time of the host: modes segmented and eager wait for it at each layer" in assumed
     given = run("simulate", "--trace", str(tmp_path / "t.npz"), "--budget-mib", "18")
     assert "speculation per layer: 18 MiB" in " ".join(given.out.split())
 

@@ -124,6 +124,28 @@ class TestPlan:
         assert default == run("plan", qwen, "--gpu-gib", "24", "--prefetch-mode", "full").out
         assert doctor.AUTO_MODE == "full"
 
+    @pytest.mark.parametrize("gpu", [[], ["--gpu-gib", "24"]], ids=["sizes", "one"])
+    def test_mode_segmented_says_what_it_assumes_of_the_host(
+        self, gpu: list[str], run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, *gpu, "--prefetch-mode", "segmented")
+        assert (ran.status, ran.err) == (0, "")
+        _narrow(ran.out)
+        text = " ".join(ran.out.split())
+        assert "host assumed: 14 us at each MoE layer, its part alone, without prediction" in text
+        assert "launching come on top and were not measured" in text
+        assert "mode segmented has not been compared" in text
+        given = run("plan", qwen, *gpu, "--prefetch-mode", "segmented", "--host-us", "90.5")
+        assert "host 90.5 us at each MoE layer, given" in " ".join(given.out.split())
+        if gpu:
+            assert "38/128   16.03        83%   segmented        11" in ran.out
+            assert "38/128   16.03        83%   segmented        15" in given.out
+            assert "(--prefetch-mode full): 28 tokens/s with 38 slots." in text
+            assert "--moe-expert-cache-size 38 --prefetch-mode segmented" in text
+        else:
+            assert "This is mode segmented, which waits for the host at each MoE layer" in text
+        assert "host" not in json.loads(run("plan", qwen, *gpu, "--json").out)["assumptions"]
+
     def test_a_gpu_that_holds_all_is_told_to_do_without(
         self, run: Callable[..., Ran], qwen: str
     ) -> None:
@@ -278,8 +300,13 @@ class TestPlan:
             (["--trace", TRACE], "--trace: the trace belongs to another model"),
             (["--trace", "/no/such.npz"], "--trace: "),
             (["--trace", TINY], "--trace: "),
-            (["--prefetch-mode", "segmented"], "segmented has no measured model yet"),
-            (["--prefetch-mode", "fast"], "one of auto, full, eager, got 'fast'"),
+            (["--prefetch-mode", "fast"], "one of auto, full, segmented, eager, got 'fast'"),
+            (["--host-us", "20"], "--host-us is of mode segmented, and this plans for full"),
+            (
+                ["--prefetch-mode", "segmented", "--host-us", "-1"],
+                "the host's time at a layer must be 0 to 1e6 us, got -1",
+            ),
+            (["--prefetch-mode", "segmented", "--host-us", "nan"], "0 to 1e6 us, got nan"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
@@ -416,7 +443,7 @@ class TestDoctor:
             "580.65.06",
             "RLIMIT_MEMLOCK 8.00 MiB",
             "note: RLIMIT_MEMLOCK",
-            "segmented  runs; it needs CUDA graphs",
+            "segmented  runs; it needs CUDA graphs, so not with --enforce-eager; it waits",
             "no problems found",
         ):
             assert part in ran.out

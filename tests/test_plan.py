@@ -308,3 +308,29 @@ class TestWorkload:
 def test_estimates_keep_two_digits() -> None:
     assert [rounded(v) for v in (0, 0.01234, 1.26, 987.6)] == [0, 0.012, 1.3, 990]
     assert rounded(1.2345, 3) == 1.23
+
+
+class TestSegmented:
+    def test_a_step_is_that_of_mode_full_and_the_hosts_time_at_each_layer(self) -> None:
+        full = planner().estimate(38)
+        for host_us, waited_ms in ((None, 48 * 0.014), (0.0, 0.0), (100.0, 4.8)):
+            found = planner(mode="segmented", host_us=host_us).estimate(38)
+            assert found.mode == "segmented"
+            assert found.resident_ms == pytest.approx(full.resident_ms + waited_ms)
+            assert (found.hit_rate, found.copy_ms) == (full.hit_rate, full.copy_ms)
+
+    def test_it_comes_on_top_of_a_measured_step(self) -> None:
+        found = planner(mode="segmented", host_us=50.0, resident_ms=4.0).estimate(38)
+        assert found.resident_ms == pytest.approx(4.0 + 48 * 0.05)
+
+    def test_batches_that_might_not_fit_run_in_waves_and_all_experts_need_no_cache(self) -> None:
+        wide = planner(mode="segmented", batch=8)
+        assert wide.estimate(32).resident_ms == planner(batch=8).estimate(32).resident_ms
+        assert wide.estimate(32).mode == "eager"
+        assert wide.estimate(128).mode == "resident"
+        assert wide.estimate(128).resident_ms == planner(batch=8).estimate(128).resident_ms
+
+    @pytest.mark.parametrize("host_us", [-1.0, 1e6, float("nan"), float("inf")])
+    def test_a_time_that_cannot_be_is_refused(self, host_us: float) -> None:
+        with pytest.raises(ConfigError, match="the host's time at a layer must be 0 to 1e6 us"):
+            Workload(context=1, mode="segmented", host_us=host_us)
