@@ -103,6 +103,8 @@ def by_rank(guesses: IdArray, count: int) -> list[int]:
 
 def highest(scores: npt.NDArray[np.floating] | npt.NDArray[np.integer], count: int) -> list[int]:
     """Indices of the `count` highest positive scores [E], best first, ties to the lower index."""
-    order = np.argsort(-scores, kind="stable")[:count]
-    best: list[int] = order[scores[order] > 0].tolist()
+    order = (-scores).argsort(kind="stable")[:count]
+    if order.size and not scores[order[-1]] > 0:
+        order = order[scores[order] > 0]
+    best: list[int] = order.tolist()
     return best

@@ -4,7 +4,7 @@ Expert-to-expert counts between layers, as in MoE-Infinity (arXiv 2401.14361) an
 """
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,21 @@ from .base import Evidence, IdArray, PredictorShape, RunsOn, highest
 from .npz import ArraySpec, read_arrays, write_arrays
 
 _ROW_LIMIT = 1 << 20
+
+
+class _Chosen(NamedTuple):
+    """What a layer chose in the running step."""
+
+    ids: npt.NDArray[np.intp]
+    has_padding: bool
+    is_one_set: bool
+    """One token that chose no expert twice."""
+
+    @classmethod
+    def of(cls, topk_ids: IdArray) -> Self:
+        ids = np.array(topk_ids, dtype=np.intp)
+        is_one_set = len(ids) == 1 and len(set(ids[0].tolist())) == ids.size
+        return cls(ids, bool(ids.min(initial=0) < 0), is_one_set)
 
 
 class TransitionPredictor:
@@ -29,7 +44,7 @@ class TransitionPredictor:
         pairs = (shape.num_layers - shape.lookahead, shape.num_experts, shape.num_experts)
         self.counts = np.zeros(pairs, dtype=np.int32)
         """[layers - lookahead, experts of layer l, experts of layer l + lookahead] int32."""
-        self._chosen: dict[int, npt.NDArray[np.intp]] = {}  # by layer, of the running step
+        self._chosen: dict[int, _Chosen] = {}  # by layer, of the running step
         self._counted = 0  # since the last halving
 
     def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
@@ -37,31 +52,34 @@ class TransitionPredictor:
         ids = evidence.topk_ids.ravel().astype(np.intp)
         if ids.min(initial=0) < 0:
             ids = ids[ids >= 0]
-        followers = self.counts[layer_idx - self._shape.lookahead][ids]
-        totals = np.maximum(np.add.reduce(followers, axis=1), 1)
-        return highest((1 / totals) @ followers, count)
+        followers = self.counts[layer_idx - self._shape.lookahead].take(ids, axis=0)
+        totals = np.add.reduce(followers, axis=1)
+        return highest((1 / np.maximum(totals, 1)) @ followers, count)
 
     def observe(self, layer_idx: int, topk_ids: IdArray) -> None:
         """Raises ValueError if the tokens are not those of the earlier layer in this step."""
         self._shape.check_layer(layer_idx)
         if layer_idx == 0:
             self._chosen.clear()
-        chosen = self._chosen[layer_idx] = np.array(topk_ids, dtype=np.intp)
+        chosen = self._chosen[layer_idx] = _Chosen.of(topk_ids)
         source = layer_idx - self._shape.lookahead
         before = self._chosen.get(source)
         if before is None:
             return
-        if len(before) != len(chosen):
+        if len(before.ids) != len(chosen.ids):
             raise ValueError(
-                f"layer {layer_idx} has {len(chosen)} tokens where layer {source} had "
-                f"{len(before)}; show every layer of a step the same tokens"
+                f"layer {layer_idx} has {len(chosen.ids)} tokens where layer {source} had "
+                f"{len(before.ids)}; show every layer of a step the same tokens"
             )
-        num_experts = self._shape.num_experts
-        left, right = before[:, :, None], chosen[:, None, :]
-        pairs = left * num_experts + right
-        if min(before.min(initial=0), chosen.min(initial=0)) < 0:
+        left, right = before.ids[:, :, None], chosen.ids[:, None, :]
+        pairs = left * self._shape.num_experts + right
+        if before.has_padding or chosen.has_padding:
             pairs = pairs[(left >= 0) & (right >= 0)]
-        np.add.at(self.counts[source].reshape(-1), pairs.ravel(), 1)
+        counts = self.counts[source].reshape(-1)
+        if before.is_one_set and chosen.is_one_set:
+            counts[pairs.ravel()] += 1  # no pair twice: a third of the time
+        else:
+            np.add.at(counts, pairs.ravel(), 1)
         self._counted += pairs.size
         if self._counted >= _ROW_LIMIT:
             self._counted = 0

@@ -249,24 +249,29 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
         _Layer(SlotTable(trace.num_experts, settings.num_slots, policy, layer_idx))
         for layer_idx, policy in enumerate(_policies(trace, settings, bounds))
     ]
+    limits = settings.reserve_limit, settings.layer_budget
     totals = _Totals()
+    lookahead = settings.lookahead
     for now, (start, stop) in enumerate(pairwise(bounds), start=1):
         rows = slice(start, stop)
-        in_step = trace.sequence[rows]
-        decodes = len(np.unique(in_step)) == len(in_step)
+        in_step = trace.sequence[rows].tolist()
+        decodes = len(set(in_step)) == len(in_step)
         count = min(settings.max_forecast, settings.widen * trace.top_k * (stop - start))
+        # [layers, tokens, top_k], in the type that slots and predictors index with.
+        demands = list(trace.topk[rows].swapaxes(0, 1).astype(np.intp))
+        guesses = None if trace.next_gate is None else trace.next_gate[rows].swapaxes(0, 1)
         for layer_idx, layer in enumerate(layers):
-            topk_ids = trace.topk[rows, layer_idx]
+            topk_ids = demands[layer_idx]
             is_wide = _demand(layer, topk_ids, now, settings, totals, decodes=decodes)
             if predictor is None:
                 continue
             predictor.observe(layer_idx, topk_ids)
-            target = layer_idx + settings.lookahead
+            target = layer_idx + lookahead
             if target < trace.num_layers and not is_wide:
-                evidence = _evidence(trace, rows, layer_idx, target)
-                forecast = predictor.predict(target, evidence, count)
-                truth = trace.topk[rows, target]
-                _prefetch(layers[target], forecast, truth, now, settings, totals)
+                truth = demands[target]
+                next_gate = None if guesses is None else guesses[target - 1]
+                forecast = predictor.predict(target, Evidence(topk_ids, next_gate, truth), count)
+                _prefetch(layers[target], forecast, truth, now, totals, *limits)
             _carry(layers[layer_idx + 1 : target + 1], settings)
     return _result(trace, settings, layers, totals, num_steps=len(bounds) - 1)
 
@@ -430,18 +435,9 @@ def _demand(
     return is_wide
 
 
-def _evidence(trace: Trace, rows: slice, layer_idx: int, target: int) -> Evidence:
-    guesses = trace.next_gate
-    return Evidence(
-        topk_ids=trace.topk[rows, layer_idx],
-        next_gate=None if guesses is None else guesses[rows, target - 1],
-        truth=trace.topk[rows, target],
-    )
-
-
 def _prefetch(
-    layer: _Layer, forecast: list[int], truth: IdArray, now: int,
-    settings: SimulationSettings, totals: _Totals,
+    layer: _Layer, forecast: list[int], truth: IdArray, now: int, totals: _Totals,
+    limit: int, budget: float,
 ) -> None:  # fmt: skip
     """Reserve slots for a forecast of the layer, and note how good it is."""
     table = layer.table
@@ -450,10 +446,10 @@ def _prefetch(
     coming = {e for e, slot in zip(chosen.tolist(), slots, strict=True) if slot < 0}
     totals.absent += len(coming)
     totals.named += len(coming.intersection(forecast))
-    if forecast and settings.reserve_limit:
-        taken, _ = table.reserve(forecast, now, settings.reserve_limit)
+    if forecast and limit:
+        taken, _ = table.reserve(forecast, now, limit)
         layer.incoming = dict.fromkeys(taken.tolist(), 0.0)
-        layer.budget_left = settings.layer_budget
+        layer.budget_left = budget
 
 
 def _carry(layers: Iterable[_Layer], settings: SimulationSettings) -> None:

@@ -271,7 +271,9 @@ class SlotTable:
         named = self._in_order(forecast)
         clock = self._advance(now)
         held = self.mapping[named]
-        absent = (held < 0) & (self._reserved[named] < 0)
+        absent = held < 0
+        if self._num_in_flight:
+            absent &= self._reserved[named] < 0
         wanted = named[absent][:limit]
         if wanted.size == 0:
             return wanted, _NONE

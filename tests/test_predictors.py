@@ -174,6 +174,18 @@ def test_transition_pairs_only_experts_of_the_same_token_and_step() -> None:
     assert predictor.counts[1].sum() == 0
 
 
+def test_transition_counts_every_pair_of_one_token_and_of_several() -> None:
+    one, several = TransitionPredictor(SHAPE), TransitionPredictor(SHAPE)
+    for left, right in (([0, 1], [6, 7]), ([0, 1], [6, 5]), ([2, 3], [4, 4]), ([2, -1], [5, 6])):
+        one.observe(0, _ids(left))
+        one.observe(1, _ids(right))
+        several.observe(0, _ids(left, [-1, -1]))
+        several.observe(1, _ids(right, [-1, -1]))
+    assert (one.counts == several.counts).all()
+    assert one.counts[0, 0, 6] == 2
+    assert one.counts[0, 2].tolist() == [0, 0, 0, 0, 2, 1, 1, 0]
+
+
 def test_transition_looks_as_far_ahead_as_it_is_told() -> None:
     shape = PredictorShape(num_layers=4, num_experts=8, top_k=2, lookahead=2)
     predictor = TransitionPredictor(shape)
