@@ -37,8 +37,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same runs by vLLM alone and by the cache, in a process each."""
     settings = {"slots_per_layer": SLOTS, "mode": "full", "predictor": "next_gate"}
     plans = [
-        Plan("alone", [engine("alone", RUNS, llm=GRAPHS, widest=[WIDEST[SLOTS]])]),
-        Plan("cached", [engine("cached", RUNS, settings, llm=GRAPHS)]),
+        Plan("alone", [engine("alone", RUNS, llm=GRAPHS, widest=[WIDEST[SLOTS]], limit_s=250)]),
+        Plan("cached", [engine("cached", RUNS, settings, llm=GRAPHS, limit_s=250)]),
     ]
     return run_plans(plans, tmp_path_factory.mktemp("soak"), budget_s=280)
 
