@@ -19,7 +19,7 @@ lint: setup  ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint  ## lint, then the tests and one call of every benchmark
-	$(BIN)/python -m pytest tests benchmarks --benchmark-disable
+	$(BIN)/python scripts/run_tests.py
 
 format: setup  ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .
