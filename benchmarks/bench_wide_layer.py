@@ -109,7 +109,6 @@ def _build(kind: type[Scheduler]) -> Scheduler:
         layer = store.add_layer(index, NUM_EXPERTS, LAYOUT)
         slots = SlotBuffers(NUM_SLOTS, LAYOUT, CPU)
         scheduler.add_layer(index, f"layer {index}", layer, slots)
-    scheduler.apart_from_bytes = 8 * LAYOUT.payload_bytes  # as 64 MiB of experts of 9.4 MB
     scheduler.seal()
     return scheduler
 

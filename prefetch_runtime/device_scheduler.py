@@ -296,21 +296,20 @@ class DeviceScheduler(Scheduler):
         planned, streamed, slots, counts = seen[0]
         num_hits, num_planned = counts[WideCount.HITS], counts[WideCount.PLANNED]
         streamed = streamed[: counts[WideCount.STREAMED]]
-        newcomers, newcomer_slots = planned[num_hits:num_planned], slots[num_hits:num_planned]
+        planned, slots = planned[:num_planned], slots[:num_planned]
+        newcomers = planned[num_hits:]
         # WAR: the slots' last readers have passed, since the host has waited for this layer's ids.
         into_slots: CopyTicket | None = None
         if newcomers.size:
-            into_slots = self._copy(layer, newcomers, layer.buffers, newcomer_slots)
+            into_slots = self._copy(layer, newcomers, layer.buffers, slots[num_hits:])
         if streamed.size:
             table.touch(index, report.streamed)
         return WidePlan(
-            ready=planned[:num_hits],
-            ready_slots=slots[:num_hits],
-            newcomers=newcomers,
-            newcomer_slots=newcomer_slots,
+            placed=planned,
+            placed_slots=slots,
             into_slots=into_slots,
             streamed=streamed,
-            is_broad=is_broad(int(num_planned) + streamed.size, table.num_experts),
+            is_broad=is_broad(planned.size + streamed.size, table.num_experts),
         )
 
     def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[IntArray]:

@@ -36,11 +36,6 @@ Between = Callable[[Callable[[], None]], None]
 CONTROL_STEPS = 32
 """Steps between two looks at what speculation brings."""
 
-APART_FROM_BYTES = 64 << 20
-"""Newcomers that weigh so much are a wave of their own, behind the residents, whose compute they
-are copied beside. Less is copied while the host still issues what follows: a wave costs it about
-half a millisecond, in which a PCIe 5 link moves 27 MB."""
-
 
 @dataclass(slots=True)
 class LayerCache:
@@ -84,27 +79,15 @@ class ExpertWave(NamedTuple):
 class WidePlan(NamedTuple):
     """What a wide step of one layer does. All integers on the host."""
 
-    ready: IntArray
-    """Demanded experts whose slots hold them, or will before anything that follows."""
-    ready_slots: IntArray
-    newcomers: IntArray
-    """Demanded experts that are on their way into slots."""
-    newcomer_slots: IntArray
+    placed: IntArray
+    """Demanded experts whose slots hold them, or will when `into_slots` is done."""
+    placed_slots: IntArray
     into_slots: CopyTicket | None
-    """The copies of the newcomers, to be waited for and published; None if there are none."""
+    """Copies of newcomers, to be waited for and published; None if there are none."""
     streamed: IntArray
     """Experts that go through the staging ring, in order."""
     is_broad: bool
     """Whether nearly every expert is demanded, so that the next layer will demand nearly all."""
-
-
-class SlotWave(NamedTuple):
-    """Experts that are computed together in the layer's slots."""
-
-    experts: IntArray
-    rows: IntArray
-    copies: CopyTicket | None
-    """What is waited for first, and published."""
 
 
 class Scheduler:
@@ -113,8 +96,6 @@ class Scheduler:
     The device is whatever the buffers live on. On CUDA the calling thread's current stream is the
     compute stream; nothing here waits for it except the read of the demanded ids, once a layer.
     """
-
-    apart_from_bytes = APART_FROM_BYTES
 
     def __init__(
         self,
@@ -410,21 +391,19 @@ class Scheduler:
         *,
         whole: bool = False,
     ) -> Iterator[ExpertWave]:
-        """Split a wide step by expert: residents first, then the absent as they arrive.
+        """Split a wide step by expert: what is in slots first, then the absent as they arrive.
 
-        Every copy that has a place is issued before the first wave, so the residents are computed
-        beside them. Each absent expert is copied once. What is resident stays so: a prompt reads
-        every expert once, like a scan, and must not push out what decoding uses. Only empty slots
-        take newcomers, the most demanded first; in a step that decodes, so do the slots of experts
-        that it does not demand. The others go through the staging ring, one half filling while the
-        other is computed; behind the last come the first of the next layer's, if nearly all are
-        demanded anyway.
+        Every copy that has a place is issued before the first wave. Each absent expert is copied
+        once. What is resident stays so: a prompt reads every expert once, like a scan, and must not
+        push out what decoding uses. Only empty slots take newcomers, the most demanded first; in a
+        step that decodes, so do the slots of experts that it does not demand. The others go through
+        the staging ring, one half filling while the other is computed; behind the last come the
+        first of the next layer's, if nearly all are demanded anyway.
         Each wave must be computed, on the compute stream, before the next one is asked for.
 
         Args:
-            whole: a wave costs as much as all experts together, since the kernel computes blocks
-                that are not the wave's as well. So the maps name a row for every expert, and the
-                residents are no wave of their own.
+            whole: the kernel computes blocks that are not the wave's as well, so the maps name a
+                row for every expert.
         """
         layer = self._layers[layer_idx]
         plan = self._plan_wide(layer, topk_ids, guesses)
@@ -443,29 +422,28 @@ class Scheduler:
 
         for wave in staged[:2]:
             start(wave)
-        if plan.into_slots is None and layer.is_stale:
-            self._publish(layer)
-        in_slots = self._slot_waves(layer, plan, whole=whole)
-        if not in_slots and not staged:
-            nothing = plan.ready
-            in_slots = [SlotWave(nothing, nothing, None)]
-        num_waves = len(in_slots) + len(staged)
+        # Residents and newcomers are one wave: in a step that decodes, a wave costs the host about
+        # a millisecond and the device a tenth of one.
+        in_slots = plan.placed.size > 0 or not staged
+        num_waves = in_slots + len(staged)
         layer.waves += num_waves
-        maps, wave_of = self._wave_maps(layer, [*in_slots, *staged], topk_ids, whole=whole)
+        places = [(wave.experts, wave.rows) for wave in staged]
+        if in_slots:
+            places.insert(0, (plan.placed, plan.placed_slots))
+        maps, wave_of = self._wave_maps(layer, places, topk_ids, whole=whole)
 
-        for number, slot_wave in enumerate(in_slots):
-            if slot_wave.copies is not None:
-                with self._stalls.waiting(layer_idx):
-                    self._copier.wait(slot_wave.copies)  # RAW: the wave reads these slots
-                self._publish(layer)
-            yield ExpertWave(
-                layer.buffers, maps[number], wave_of == number, is_last=number + 1 == num_waves
-            )
+        if plan.into_slots is not None:
+            with self._stalls.waiting(layer_idx):
+                self._copier.wait(plan.into_slots)  # RAW: the wave reads these slots
+        if plan.into_slots is not None or layer.is_stale:
+            self._publish(layer)
+        if in_slots:
+            yield ExpertWave(layer.buffers, maps[0], wave_of == 0, is_last=not staged)
         for index, wave in enumerate(staged):
             assert wave.copies is not None
             with self._stalls.waiting(layer_idx):
                 self._copier.wait(wave.copies)  # RAW: the wave reads this half of the ring
-            number = len(in_slots) + index
+            number = in_slots + index
             half = ring.halves[wave.half]
             yield ExpertWave(half, maps[number], wave_of == number, number + 1 == num_waves)
             if index + 2 < len(staged):
@@ -473,24 +451,10 @@ class Scheduler:
             elif plan.is_broad:
                 self._read_ahead(layer_idx + 1, ring, wave.half)
 
-    def _slot_waves(self, layer: LayerCache, plan: WidePlan, *, whole: bool) -> list[SlotWave]:
-        """The waves that are computed in slots, none of them empty."""
-        if plan.into_slots is None:
-            return [SlotWave(plan.ready, plan.ready_slots, None)] if plan.ready.size else []
-        weight = plan.newcomers.size * layer.store.layout.payload_bytes
-        if plan.ready.size and weight >= self.apart_from_bytes and not whole:
-            return [
-                SlotWave(plan.ready, plan.ready_slots, None),
-                SlotWave(plan.newcomers, plan.newcomer_slots, plan.into_slots),
-            ]
-        experts = np.concatenate([plan.ready, plan.newcomers])
-        rows = np.concatenate([plan.ready_slots, plan.newcomer_slots])
-        return [SlotWave(experts, rows, plan.into_slots)]
-
     def _wave_maps(
         self,
         layer: LayerCache,
-        waves: Sequence[SlotWave | StagedWave],
+        waves: Sequence[tuple[IntArray, IntArray]],
         topk_ids: torch.Tensor,
         *,
         whole: bool,
@@ -499,11 +463,11 @@ class Scheduler:
         int32, on the device: one transfer that nothing waits for."""
         # Every row starts on 16 bytes, and has a last entry of -1, which an id of -1 reads.
         rows = np.full((len(waves) + 1, layer.store.num_experts // 4 * 4 + 4), -1, dtype=np.int32)
-        for number, wave in enumerate(waves):
+        for number, (experts, places) in enumerate(waves):
             if whole:
-                rows[number] = wave.rows[0] if wave.rows.size else 0
-            rows[number, wave.experts] = wave.rows
-            rows[-1, wave.experts] = number
+                rows[number] = places[0] if places.size else 0
+            rows[number, experts] = places
+            rows[-1, experts] = number
         num_ids = layer.store.num_experts
         if layer.local_of is not None:
             num_ids = layer.local_of.size
@@ -550,16 +514,14 @@ class Scheduler:
         if plan.loads.size + streamed.size:
             self._count_miss()
         layer.is_stale |= bool(plan.late.size)
-        ready = np.concatenate([plan.hits, plan.late])  # the late have been waited for
-        num_demanded = ready.size + plan.loads.size + streamed.size
+        # The late have been waited for.
+        placed = np.concatenate([plan.hits, plan.late, plan.loads])
         return WidePlan(
-            ready=ready,
-            ready_slots=layer.table.mapping[ready],
-            newcomers=plan.loads,
-            newcomer_slots=plan.load_slots,
+            placed=placed,
+            placed_slots=layer.table.mapping[placed],
             into_slots=into_slots,
             streamed=streamed,
-            is_broad=is_broad(num_demanded, layer.store.num_experts),
+            is_broad=is_broad(placed.size + streamed.size, layer.store.num_experts),
         )
 
     # Looking at it

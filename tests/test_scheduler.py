@@ -261,42 +261,30 @@ def test_a_wide_batch_that_decodes_takes_the_slots_that_it_does_not_need() -> No
     assert sum(map(len, copier.jobs)) == 3, "what it asks for most is there"
 
 
-def test_residents_are_computed_while_newcomers_are_copied() -> None:
+def test_every_copy_is_under_way_before_the_first_wave() -> None:
     cache, copier = _ring_cache()
-    cache.scheduler.apart_from_bytes = 2 * LAYOUT.payload_bytes
     _step(cache, [0, 1, 2, 3])
     cache.scheduler.begin_step(decodes=True)
     copier.log.clear()
     waves = _run_waves(cache, _ids([0, 7], [1, 7], [5, 7], [5, 4], [6, 8]), copier.log)
-    assert waves == [("slots", [0, 1]), ("slots", [5, 7]), ("ring", [4, 6]), ("ring", [8])]
-    # Every copy is under way before the first wave: 1 into slots, 2 and 3 into the ring.
-    assert copier.log == [
+    assert waves == [("slots", [0, 1, 5, 7]), ("ring", [4, 6]), ("ring", [8])]
+    assert copier.log == [  # 1 into slots, 2 and 3 into the ring
         ("submit", 1),
         ("submit", 2),
         ("submit", 3),
-        ("compute", 0),
         ("wait", 1),
-        ("compute", 1),
+        ("compute", 0),
         ("wait", 2),
-        ("compute", 2),
+        ("compute", 1),
         ("wait", 3),
-        ("compute", 3),
+        ("compute", 2),
     ]
-    assert cache.scheduler.stats().layers[0].waves == 1 + 4
+    assert cache.scheduler.stats().layers[0].waves == 1 + 3
     assert audit(cache.scheduler) == []
 
 
-def test_few_newcomers_are_computed_with_the_residents() -> None:
-    cache, copier = _ring_cache()
-    cache.scheduler.apart_from_bytes = 2 * LAYOUT.payload_bytes
-    _step(cache, [0, 1, 2, 3])
-    cache.scheduler.begin_step(decodes=True)
-    assert _run_waves(cache, _ids([0, 1], [2, 9]), copier.log) == [("slots", [0, 1, 2, 9])]
-
-
-def test_waves_that_cost_the_whole_layer_are_few_and_name_a_row_for_every_expert() -> None:
+def test_waves_of_a_kernel_that_computes_every_block_name_a_row_for_every_expert() -> None:
     cache, _ = _ring_cache()
-    cache.scheduler.apart_from_bytes = 0
     _step(cache, [0, 1, 2, 3])
     cache.scheduler.begin_step(decodes=True)
     ids = _ids([0, 7], [1, 7], [5, 7], [5, 4], [6, 8])

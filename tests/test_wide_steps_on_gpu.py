@@ -49,11 +49,8 @@ def test_what_waits_is_refused_here() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("apart_from_bytes", [0, 1 << 40], ids=["residents first", "together"])
 @pytest.mark.parametrize("mode", ["eager", "full"])
-def test_wide_steps_wait_once_a_layer_and_compute_every_row(
-    mode: str, apart_from_bytes: int
-) -> None:
+def test_wide_steps_wait_once_a_layer_and_compute_every_row(mode: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     rng = np.random.default_rng(5)
     with HostStore() as store:
@@ -61,7 +58,6 @@ def test_wide_steps_wait_once_a_layer_and_compute_every_row(
             copier=create_copier(device), host_store=store, device=device, mode=mode,
             staging_slots=8, id_for_padding=0,
         )  # fmt: skip
-        scheduler.apart_from_bytes = apart_from_bytes
         for layer_idx in range(NUM_LAYERS):
             layer = store.add_layer(layer_idx, NUM_EXPERTS, LAYOUT)
             layer.slab.random_(0, 256)

@@ -7,7 +7,6 @@ The spec is {"engines": [...], "steps": most steps of a run, or 0}. An engine is
 that a replayed batch may have, one round of the runs for each], "memory_gib": what the process may
 allocate, "layers": MoE layers that are recorded by hooks, "mislead": true to falsify the mapping
 after the runs, "weights": "random" for a shape without weights,
-"apart_from_bytes": for the scheduler, so that residents of small experts are waves of their own,
 "holds_graphs": true for a second engine with graphs of vLLM's V2 runner.
 
 A run is {"name", "prompts": [[token]], "max_tokens"}, or {"name", "requests": [[step, [token],
@@ -331,12 +330,6 @@ class Session:
             recorder.close()
 
 
-def set_apart(worker: Any, least: int) -> None:
-    """From now on newcomers of so many bytes are waves of their own."""
-    assert worker.prefetch_engine.scheduler.apart_from_bytes > least
-    worker.prefetch_engine.scheduler.apart_from_bytes = least
-
-
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
     """Within this context a hang ends the process, after every thread's stack is in the log."""
@@ -383,10 +376,6 @@ def run_engine(engine: dict[str, Any], num_steps: int) -> dict[str, Any]:
         record["allocated"] = torch.cuda.memory_allocated()
     try:
         record["about"] = describe(llm)
-        if "apart_from_bytes" in engine:
-            llm.collective_rpc(
-                lambda worker, least=engine["apart_from_bytes"]: set_apart(worker, least)
-            )
         session = Session(llm, engine, num_steps)
         for widest in engine.get("widest", [None]):
             if widest is not None:

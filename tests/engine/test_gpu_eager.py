@@ -86,8 +86,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "mode": "eager",
             "staging_slots": 16,  # several waves, where "auto" holds all of such small experts
         }
-        more = {"apart_from_bytes": 0} if name == "lru-8" else {}
-        return engine(name, RUNS, settings, mislead=name == "lru-32", **more, **alone)
+        return engine(name, RUNS, settings, mislead=name == "lru-32", **alone)
 
     first = [
         engine("resident", RUNS, **alone),

@@ -119,7 +119,6 @@ def plans(folder: Path) -> Iterator[Plan]:
                     {"slots_per_layer": slots, **SEVERAL_WAVES},
                     llm=GRAPHS,
                     mislead=name == "full-32",
-                    **({"apart_from_bytes": 0} if name == "full-8" else {}),
                 )
                 for name, slots in SLOTS.items()
                 if slots != FEW
