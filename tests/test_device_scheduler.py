@@ -227,7 +227,7 @@ def test_a_controller_switches_off_what_never_comes_true() -> None:
     nbytes = LAYOUT.payload_bytes
     device.control_budgets(BudgetController([nbytes] * NUM_LAYERS, min_steps=16))
     assert device.stats().layers[1].prefetch_budget_bytes == nbytes
-    for guess in range(40):  # another one each time, or it would be resident
+    for guess in range(26):  # another one each time, or it would be resident
         _steps(device, 4, [5 + guess % 7])
     assert device.stats().layers[1].prefetched > 16
     assert device.stats().layers[1].prefetch_budget_bytes == 0
@@ -240,9 +240,15 @@ def test_a_controller_starts_again_with_the_counters() -> None:
     device = _predicting()
     controller = BudgetController([LAYOUT.payload_bytes] * NUM_LAYERS, min_steps=16)
     device.control_budgets(controller)
+    layer = controller._layers[0]
     _steps(device, 40, [5])
+    before = layer.seen.steps
+    assert before > 16
     device.reset()
-    _steps(device, 40, [5])
+    _steps(device, 25, [5])
+    assert 0 < layer.seen.steps < before, (
+        "counters that have begun anew are looked at, not waited for"
+    )
     assert controller.is_on == [True, True]
 
 

@@ -49,7 +49,7 @@ BATCHES: list[dict[str, Any]] = [
     },
     {
         "name": "sixteen",
-        "prompts": [_prompt(5 + round(index * 395 / 15), 10 + index) for index in range(16)],
+        "prompts": [_prompt(5 + round(index * 195 / 15), 10 + index) for index in range(16)],
         "max_tokens": 16,
     },
 ]
