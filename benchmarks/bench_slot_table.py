@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from prefetch_runtime.policies import POLICY_NAMES, create_policy
+from prefetch_runtime.policies import HOST_POLICY_NAMES, POLICY_NAMES, create_policy
 from prefetch_runtime.slots import SlotTable
 
 NUM_EXPERTS, NUM_SLOTS, TOP_K, STEPS = 128, 64, 8, 500
@@ -28,7 +28,7 @@ def _demands(zipf: float) -> list[np.ndarray]:
 
 @pytest.mark.benchmark(group=f"plan x {STEPS}")
 @pytest.mark.parametrize("zipf", [0.0, 1.0], ids=["uniform", "zipf-1.0"])
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICY_NAMES + HOST_POLICY_NAMES)
 def bench_plan(benchmark: BenchmarkFixture, policy: str, zipf: float) -> None:
     """Time of STEPS plans; divide by STEPS."""
     table = SlotTable(NUM_EXPERTS, NUM_SLOTS, create_policy(policy))
@@ -50,7 +50,7 @@ def bench_plan(benchmark: BenchmarkFixture, policy: str, zipf: float) -> None:
 
 
 @pytest.mark.benchmark(group=f"plan, all resident x {STEPS}")
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICY_NAMES + HOST_POLICY_NAMES)
 def bench_plan_of_residents(benchmark: BenchmarkFixture, policy: str) -> None:
     """The common case of a warm cache: nothing to load."""
     table = SlotTable(NUM_EXPERTS, NUM_EXPERTS, create_policy(policy))
