@@ -26,8 +26,10 @@ class _Chosen(NamedTuple):
     @classmethod
     def of(cls, topk_ids: IdArray) -> Self:
         ids = np.array(topk_ids, dtype=np.intp)
-        is_one_set = len(ids) == 1 and len(set(ids[0].tolist())) == ids.size
-        return cls(ids, bool(ids.min(initial=0) < 0), is_one_set)
+        if len(ids) != 1:
+            return cls(ids, bool(ids.min(initial=0) < 0), False)
+        experts = ids[0].tolist()
+        return cls(ids, min(experts, default=0) < 0, len(set(experts)) == len(experts))
 
 
 class TransitionPredictor:

@@ -195,15 +195,20 @@ class SlotTable:
         if self._num_in_flight:
             reserved = self._reserved[loads]
             arriving = reserved >= 0
-            late, late_slots = loads[arriving], reserved[arriving]
-            loads = loads[~arriving]
+            if True in arriving.tolist():
+                late, late_slots = loads[arriving], reserved[arriving]
+                loads = loads[~arriving]
         self._use(hits, hit_slots, clock, now)
+        if not loads.size:  # all that was absent is in flight
+            self._land(late, late_slots, clock, now)
+            return SlotPlan(hits, _NONE, _NONE, _NONE, late, late_slots, _NONE)
 
         # Victims are chosen before anything of this plan is placed, with its own slots protected.
         key = self.policy.order(self.score, self.owner, clock)
         if self._num_in_flight:
             key[self._in_flight] = _LAST_RESORT
-            key[late_slots] = _PROTECTED
+            if late.size:
+                key[late_slots] = _PROTECTED
         key[hit_slots] = _PROTECTED
         load_slots = key.argsort(kind="stable")[: loads.size]
 
@@ -213,10 +218,11 @@ class SlotTable:
         dropped = _NONE
         if self._num_in_flight:
             stolen = self._in_flight[load_slots]
-            dropped = evicted[stolen]
-            self._end_flight(dropped, load_slots[stolen])
-            self.counters.prefetch_dropped += dropped.size
-            self.counters.evictions -= dropped.size  # they were never resident
+            if True in stolen.tolist():
+                dropped = evicted[stolen]
+                self._end_flight(dropped, load_slots[stolen])
+                self.counters.prefetch_dropped += dropped.size
+                self.counters.evictions -= dropped.size  # they were never resident
         self._evict(load_slots, evicted)
         self._place(loads, load_slots, clock)
         self._mark_demanded(load_slots, now)
@@ -284,7 +290,8 @@ class SlotTable:
         if self._last_demand == now:
             key[self._demanded_at == now] = _PROTECTED
         slots = key.argsort(kind="stable")[: wanted.size]
-        slots = slots[key[slots] != _PROTECTED]
+        if _PROTECTED in key[slots].tolist():
+            slots = slots[key[slots] != _PROTECTED]
         taken = wanted[: slots.size]
         self._evict(slots, self.owner[slots])
         self.score[slots] = EMPTY_SCORE
@@ -365,6 +372,9 @@ class SlotTable:
 
     def _unique(self, expert_ids: npt.ArrayLike) -> IdArray:
         """Ascending ids without duplicates and -1."""
+        few = _as_list(expert_ids)
+        if few is not None:
+            return self._sorted(few)
         ids = _integers(expert_ids)
         if ids.size > _FEW:
             self._check_range(np.minimum.reduce(ids), np.maximum.reduce(ids))
@@ -373,7 +383,10 @@ class SlotTable:
             unique: IdArray = marks[:-1].nonzero()[0]
             marks[ids] = False
             return unique
-        values = sorted(set(ids.tolist()))
+        return self._sorted(ids.tolist())
+
+    def _sorted(self, expert_ids: list[int]) -> IdArray:
+        values = sorted(set(expert_ids))
         if not values:
             return _NONE
         self._check_range(values[0], values[-1])
@@ -381,7 +394,8 @@ class SlotTable:
 
     def _in_order(self, expert_ids: npt.ArrayLike) -> IdArray:
         """Ids without duplicates and -1, in the order of their first mention."""
-        values = dict.fromkeys(_integers(expert_ids).tolist())
+        few = _as_list(expert_ids)
+        values = dict.fromkeys(_integers(expert_ids).tolist() if few is None else few)
         if values:
             self._check_range(min(values), max(values))
         values.pop(-1, None)
@@ -450,7 +464,7 @@ class SlotTable:
     def _evict(self, slots: IdArray, owners: IdArray) -> None:
         """Unmap the owners of the slots, -1 for an empty one; the rest is the caller's to set."""
         self._row[owners] = -1
-        self.counters.evictions += int(np.count_nonzero(owners >= 0))
+        self.counters.evictions += owners.size - owners.tolist().count(-1)
         self.counters.prefetch_dropped += self._clear_unused(slots)
 
     def _place(self, expert_ids: IdArray, slots: IdArray, clock: int) -> None:
@@ -487,6 +501,13 @@ def absent_when_full(mapping: npt.NDArray[np.integer], owner: npt.NDArray[np.int
     if np.any(owner < 0):
         return _NONE
     return np.flatnonzero(mapping < 0)
+
+
+def _as_list(expert_ids: npt.ArrayLike) -> list[int] | None:
+    """A list of few Python integers as it is: it needs no array to be read. None for all else."""
+    if isinstance(expert_ids, list) and len(expert_ids) <= _FEW:
+        return expert_ids if {*map(type, expert_ids)} == {int} else None
+    return None
 
 
 def _integers(expert_ids: npt.ArrayLike) -> npt.NDArray[np.integer]:

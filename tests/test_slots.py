@@ -270,6 +270,7 @@ def test_impossible_sizes_are_refused(num_experts: int, num_slots: int, message:
         ([2**40], "out of range"),
         (np.array([2**64 - 1], dtype=np.uint64), "out of range"),
         ([0.5], "must be integers, got float64"),
+        ([0, 1.0], "must be integers, got float64"),
         ([True], "must be integers, got bool"),
     ],
 )

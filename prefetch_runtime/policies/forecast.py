@@ -25,13 +25,14 @@ UNITS_PER_STEP = 32
 _OCTAVE = HALF_LIFE_STEPS * UNITS_PER_STEP
 _FORECAST_WEIGHT = 16.0  # uses that an expert is worth which always came in the next step
 MAX_STEPS = 512  # of a layer that are remembered; then the older half is forgotten
-_CARRY = np.float32(0.5)  # what likeness of the steps before counts, per step back
+_CARRY = 0.5  # what likeness of the steps before counts, per step back
 _SHARPNESS = 7.0  # a step less alike by x weighs exp(-7 x) times as much
 _SPREAD = 0.6  # steps less alike than the best by more are left out, ...
 _MAX_ALIKE = 32  # ... and of the others all but so many, the latest
 _SOON_STEPS = 8  # what came later is not looked at
 _SOON_DECAY = 0.75  # per step until it came
-_ORDER_SCALE = float(1 << 18)  # a worth as an integer; 2**13 uses at most
+_ORDER_BITS = 18  # below the point of a worth as an integer; 2**13 uses at most
+_ORDER_OF_CERTAIN = _FORECAST_WEIGHT * 2**_ORDER_BITS
 _FARTHEST = 16 * _OCTAVE
 # [score - now + _FARTHEST]: what the score, so far from now, becomes by one more use.
 _DISTANCES = np.arange(-_FARTHEST, _FARTHEST + 1)
@@ -59,6 +60,7 @@ class Forecast(EvictionPolicy):
         self._demanded: FloatArray = np.zeros((num_experts, MAX_STEPS), dtype=np.float32)
         # _SOON_DECAY ** (n - 1) where the expert came n steps later, 0 where it did not come soon.
         self._soon: FloatArray = np.zeros((MAX_STEPS, num_experts), dtype=np.float32)
+        self._marks: FloatArray = np.zeros(num_experts, dtype=np.float32)  # scratch
         self._before: FloatArray = np.zeros(0, dtype=np.float32)  # likeness, of the step before
         self._likeness: FloatArray | None = None  # [steps before], once computed
         self._foretold: FloatArray | None = None  # [experts], once computed
@@ -90,9 +92,9 @@ class Forecast(EvictionPolicy):
     def order(self, scores: IntArray, owner: IdArray, now: int) -> IntArray:
         if self._foretold is None:
             self._foretold = self._foretell()
-        worth = np.exp2((scores - np.float64(now * UNITS_PER_STEP)) * (1 / _OCTAVE))
+        unit_count = np.float64(now * UNITS_PER_STEP - _ORDER_BITS * _OCTAVE)
+        worth = np.exp2((scores - unit_count) * (1 / _OCTAVE))
         worth += self._foretold[owner]
-        worth *= _ORDER_SCALE
         order: IntArray = worth.astype(np.int32)
         order[scores == EMPTY_SCORE] = EMPTY_SCORE
         return order
@@ -138,18 +140,20 @@ class Forecast(EvictionPolicy):
 
     def _compare(self) -> FloatArray:
         """[steps before]: how much each is like the running one, whose demand they learn of."""
-        ids = self._ids = np.concatenate(self._demand)
+        parts = self._demand
+        ids = self._ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         steps = min(self._num_past, _SOON_STEPS)
         latest = self._soon[self._num_past - steps : self._num_past]
-        latest[:, ids] = np.maximum(latest[:, ids], _WORTH_BEFORE[_SOON_STEPS - steps :])
+        self._marks[ids] = 1
+        np.maximum(latest, _WORTH_BEFORE[_SOON_STEPS - steps :] * self._marks, out=latest)
+        self._marks[ids] = 0
         common = np.add.reduce(self._demanded.take(ids, axis=0), axis=0)
-        likeness: FloatArray = common[: self._num_past]
-        likeness *= np.float32(ids.size**-0.5)
-        likeness[1:] += _CARRY * self._before
+        likeness: FloatArray = common[: self._num_past] * ids.size**-0.5
+        likeness[1:] += self._before * _CARRY
         return likeness
 
     def _foretell(self) -> FloatArray:
-        """[experts]: what came after the steps that are most like the running one, in uses."""
+        """[experts]: what came after the steps that are most like the running one, as ordered."""
         if self._likeness is None and self._demand:
             self._likeness = self._compare()
         if self._likeness is None or not self._likeness.size:
@@ -157,6 +161,6 @@ class Forecast(EvictionPolicy):
         behind = self._likeness - np.maximum.reduce(self._likeness)
         alike = (behind >= -_SPREAD).nonzero()[0][-_MAX_ALIKE:]
         weight = np.exp(_SHARPNESS * behind[alike])
-        weight *= _FORECAST_WEIGHT / np.add.reduce(weight)
+        weight *= _ORDER_OF_CERTAIN / np.add.reduce(weight)
         foretold: FloatArray = weight @ self._soon.take(alike, axis=0)
         return foretold
