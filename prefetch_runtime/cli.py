@@ -215,6 +215,7 @@ def serve(
             f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
             f"{spelled('slots_per_layer')}"
         )
+    _say_if_off(config, slots)
     command = [sys.executable, "-m", "prefetch_runtime.vllm.serve"]
     if config.enabled and config.metrics:
         command.append("--metrics")
@@ -238,6 +239,11 @@ def serve(
     # vLLM takes this process over, so that signals and the exit status are its own.
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+def _say_if_off(config: PrefetchConfig, slots: str | None) -> None:
+    if not config.enabled and slots is None:
+        err.print(f"expert cache off, vLLM alone; on with {spelled('slots_per_layer')}")
 
 
 def _option_name(argument: str) -> str:
@@ -347,6 +353,7 @@ def generate_command(
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
+    _say_if_off(config, slots)
     empty_log(log)
     with err.status("starting vLLM"):
         result = generate(

@@ -58,7 +58,8 @@ class PrefetchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     slots_per_layer: int | Literal["auto"] = 0
-    """Experts of each MoE layer on the device; 0 = off, "auto" = what the KV cache leaves."""
+    """Experts of each MoE layer on the device; 0 = off, "auto" = what the KV cache leaves, on
+    a CPU half of them."""
     expert_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The same as a total in GiB over all layers; excludes `slots_per_layer`."""
     mode: Mode = "auto"

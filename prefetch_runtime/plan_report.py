@@ -31,8 +31,9 @@ SERVED_FORMATS = (
 """Formats of experts that this version's worker serves; it refuses the others at start."""
 
 CAVEAT = (
-    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 20 % in mode full, up "
-    "to 35 % off in mode eager, which the host bounds; mode segmented has not been compared."
+    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 10 % where a "
+    "graph is replayed and experts miss, up to 35 % off where the host bounds the step (all "
+    "resident at batch 1 or 2, waves, mode eager); mode segmented has not been compared."
 )
 
 out = Console(highlight=False)

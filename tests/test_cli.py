@@ -88,7 +88,8 @@ class TestServe:
         self, run: Callable[..., Ran], executed: list[list[str]], *arguments: str
     ) -> list[str]:
         ran = run("serve", *arguments)
-        assert (ran.status, ran.err) == (0, "")
+        assert ran.status == 0
+        assert ran.err == "" or ran.err.startswith("expert cache off")
         (command,) = executed
         assert command[:4] == START
         return command[4:]
@@ -175,6 +176,22 @@ class TestServe:
     ) -> None:
         command = self._command(run, executed, HUB, "--additional-config", '{"other": 1}')
         assert command == [HUB, "--additional-config", '{"other": 1}']
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ([], True),
+            (["--moe-expert-cache-size", "0"], False),
+            (["--moe-expert-cache-size", "8"], False),
+        ],
+    )
+    @pytest.mark.usefixtures("executed")
+    def test_a_cache_that_nobody_asked_for_is_said_to_be_off(
+        self, run: Callable[..., Ran], arguments: list[str], said: bool
+    ) -> None:
+        ran = run("serve", HUB, *arguments)
+        assert ("expert cache off" in ran.err) == said
+        assert ran.out == ""
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
