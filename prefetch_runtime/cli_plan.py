@@ -19,7 +19,8 @@ from prefetch_runtime.hit_rates import (
     create_hit_rates,
     matching_curve,
 )
-from prefetch_runtime.model_shape import load_config
+from prefetch_runtime.model_refusals import moe_backend, why_refused
+from prefetch_runtime.model_shape import ModelError, load_config
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.plan import CARDS, Gpu, Planner, Workload, rounded, typical_gpu
 from prefetch_runtime.trace import TraceError, load_trace
@@ -88,9 +89,12 @@ def plan(
 ) -> None:
     """Say how many experts fit on a GPU, and about how fast that would be.
 
-    Reads the model's config.json only. Status 1: nothing fits, or not the target.
+    Reads the model's config.json only. Status 1: nothing fits, or not the target, or the cache
+    refuses the model.
     """
-    sizes = model_sizes(load_config(model))
+    config = load_config(model)
+    refused = why_refused(config)
+    sizes = _sizes(model, config, refused, as_json=as_json)
     planned = _mode(mode)
     if host_us is not None and planned != "segmented":
         raise ConfigError(
@@ -116,6 +120,7 @@ def plan(
         _print_json(
             {
                 "model": {"name": model, **asdict(sizes)},
+                "refused": refused,
                 "experts_bytes": sizes.experts_bytes,
                 "pinned_bytes": sizes.pinned_bytes,
                 "host_available_bytes": plan_report.tightest_host_limit().available_bytes,
@@ -125,12 +130,15 @@ def plan(
             }
         )
     elif is_one:
-        plan_report.print_plan(model, planners[0], plans[0], target)
+        plan_report.print_plan(
+            model, planners[0], plans[0], target, backend=moe_backend(config), refused=refused
+        )
     else:
-        plan_report.print_sizes(model, planners, plans, target)
+        plan_report.print_sizes(model, planners, plans, target, refused=refused)
     served = any(p.best for p in plans)
     reached = target is None or any(p.target_fits for p in plans)
-    if not (served and reached):
+    needs_cache = not (is_one and plans[0].all_fit)
+    if not (served and reached) or (refused is not None and needs_cache):
         raise typer.Exit(1)
 
 
@@ -148,6 +156,20 @@ def doctor(as_json: JsonOption = False) -> None:
         plan_report.print_machine(machine, report)
     if report.problems:
         raise typer.Exit(1)
+
+
+def _sizes(model: str, config: dict[str, Any], refused: str | None, *, as_json: bool) -> ModelSizes:
+    """The model's sizes; where they are unknown, a refused model ends with its refusal."""
+    try:
+        return model_sizes(config)
+    except ModelError:
+        if refused is None:
+            raise
+    if as_json:
+        _print_json({"model": {"name": model}, "refused": refused})
+    else:
+        plan_report.print_refusal(refused)
+    raise typer.Exit(1)
 
 
 def _staging_slots(asked: str) -> int | Literal["auto"]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from prefetch_runtime.model_refusals import NEAREST
 from prefetch_runtime.model_shape import (
     NUM_EXPERTS,
     TOP_K,
@@ -302,13 +303,13 @@ def _quantised(quantization: dict[str, Any]) -> _Format:
             return _Format(f"{method} {bits} bits", bits, (1, group), 2, bits if has_zeros else 0)
         case "modelopt" if quantization.get("quant_algo") in ("FP8", "NVFP4"):
             if quantization["quant_algo"] == "FP8":
-                return _Format("fp8", 8, (None, None), 4)
-            return _Format("nvfp4", 4, (1, 16), 1)
+                return _Format("modelopt fp8", 8, (None, None), 4)
+            return _Format("modelopt nvfp4", 4, (1, 16), 1)
         case "compressed-tensors":
             return _compressed_tensors(quantization)
     raise ModelError(
         f"the config.json has the quant_method {str(method)[:40]!r}, whose size per expert is not "
-        "known; known are fp8, mxfp4, gptq, awq, compressed-tensors, modelopt (FP8, NVFP4)"
+        f"known; {NEAREST}"
     )
 
 

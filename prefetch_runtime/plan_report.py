@@ -15,21 +15,6 @@ from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
 from prefetch_runtime.plan import SEGMENT_HOST_US, Estimate, Plan, Planner, rounded
 from prefetch_runtime.shapes import SHAPES
 
-SERVED_FORMATS = (
-    "bfloat16",
-    "float16",
-    "fp8",
-    "fp8 in blocks",
-    "gptq 4 bits",
-    "gptq 8 bits",
-    "awq 4 bits",
-    "compressed-tensors float 8 bits",
-    "compressed-tensors int 4 bits",
-    "compressed-tensors int 8 bits",
-    "mxfp4",
-)
-"""Formats of experts that this version's worker serves; it refuses the others at start."""
-
 CAVEAT = (
     "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 10 % where a "
     "graph is replayed and experts miss, up to 35 % off where the host bounds the step (all "
@@ -75,15 +60,31 @@ def assumptions(planners: Sequence[Planner]) -> dict[str, str]:
     found["activations"] = "assumed: a tenth of what vLLM may use, graphs included"
     if sizes.notes:
         found["config.json"] = "; ".join(sizes.notes)
-    if sizes.expert_format not in SERVED_FORMATS:
-        found["format"] = f"{sizes.expert_format} experts are refused by this version's worker"
     if sizes.expert_bytes < 1 << 20:
         found["copies"] = "experts below 1 MiB do not fill the link: copies take longer than shown"
     return found
 
 
-def print_plan(model: str, planner: Planner, plan: Plan, target: float | None) -> None:
-    """One GPU in full."""
+def print_refusal(why: str) -> None:
+    """That the runtime would not start with a model."""
+    out.print(f"the cache refuses this: {why}", markup=False, style="bold")
+
+
+def print_plan(
+    model: str,
+    planner: Planner,
+    plan: Plan,
+    target: float | None,
+    *,
+    backend: str | None = None,
+    refused: str | None = None,
+) -> None:
+    """One GPU in full.
+
+    Args:
+        backend: the `--moe-backend` that the cache needs for the model, if it needs one.
+        refused: why the cache does not serve it at all.
+    """
     sizes, gpu = planner.sizes, plan.gpu
     _print_model(model, sizes)
     out.print(f"\n{gpu.gib:.4g} GiB of GPU memory ({gpu.name})", markup=False, style="bold")
@@ -99,17 +100,26 @@ def print_plan(model: str, planner: Planner, plan: Plan, target: float | None) -
     if target is not None:
         out.print(_target_line(plan, target))
     _print_assumptions([planner])
-    if plan.best is not None:
+    if refused is not None:
+        out.print()
+        print_refusal(refused)
+    if plan.best is not None and (refused is None or plan.all_fit):
         out.print("\nstart it with", style="bold")
-        out.print(f"  {_command(model, planner, plan)}", markup=False, soft_wrap=True)
+        command = _command(model, planner, plan, backend)
+        out.print(f"  {command}", markup=False, soft_wrap=True)
         if not plan.all_fit:
             _print_host_warning(sizes)
 
 
 def print_sizes(
-    model: str, planners: Sequence[Planner], plans: Sequence[Plan], target: float | None
+    model: str,
+    planners: Sequence[Planner],
+    plans: Sequence[Plan],
+    target: float | None,
+    *,
+    refused: str | None = None,
 ) -> None:
-    """A row for each size of GPU."""
+    """A row for each size of GPU; `refused` as in `print_plan`."""
     sizes, workload = planners[0].sizes, planners[0].workload
     _print_model(model, sizes)
     out.print(f"\n{workload.batch} x {workload.context} tokens, by size of GPU", style="bold")
@@ -143,6 +153,9 @@ def print_sizes(
             "not."
         )
     _print_assumptions(planners)
+    if refused is not None:
+        out.print()
+        print_refusal(refused)
 
 
 def print_machine(machine: Machine, report: Report) -> None:
@@ -267,7 +280,7 @@ def _print_assumptions(planners: Sequence[Planner]) -> None:
     out.print(CAVEAT)
 
 
-def _command(model: str, planner: Planner, plan: Plan) -> str:
+def _command(model: str, planner: Planner, plan: Plan, backend: str | None) -> str:
     workload = planner.workload
     rest = f"--max-model-len {workload.context} --max-num-seqs {workload.batch}"
     model = "MODEL" if model in SHAPES else shlex.quote(model)  # a shape has no weights to serve
@@ -275,7 +288,8 @@ def _command(model: str, planner: Planner, plan: Plan) -> str:
         return f"vllm serve {model} {rest}"
     mode = "" if workload.mode == "full" else f" --prefetch-mode {workload.mode}"
     size = f"--moe-expert-cache-size {plan.memory.slots_per_layer}"
-    return f"prefetch-runtime serve {model} {size}{mode} {rest}"
+    kernel = "" if backend is None else f" --moe-backend {backend}"
+    return f"prefetch-runtime serve {model} {size}{mode}{kernel} {rest}"
 
 
 def _facts(machine: Machine) -> Iterator[tuple[str, str]]:

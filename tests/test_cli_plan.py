@@ -251,11 +251,69 @@ class TestPlan:
         self, run: Callable[..., Ran], tmp_path: Path
     ) -> None:
         nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-        config = {**GPT_OSS_20B.config, "quantization_config": nvfp4}
-        ran = run("plan", _folder(tmp_path, config), "--gpu-gib", "8")
+        config = {**QWEN3_30B.config, "quantization_config": nvfp4}
+        model = _folder(tmp_path, config)
+        for options in (["--gpu-gib", "12"], []):
+            ran = run("plan", model, *options)
+            assert (ran.status, ran.err) == (1, "")
+            _narrow(ran.out)
+            text = " ".join(ran.out.split())
+            assert "the cache refuses this: experts in modelopt's NVFP4 have no kernel" in text
+            assert "; use an unquantised, fp8, GPTQ, AWQ, compressed-tensors" in text
+            assert "all 15.1" in text
+            assert "start it with" not in text
+            ran = run("plan", model, *options, "--json")
+            assert (ran.status, ran.err) == (1, "")
+            assert json.loads(ran.out)["refused"].startswith("experts in modelopt's NVFP4")
+
+    def test_a_refused_model_that_fits_whole_needs_no_cache(
+        self, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        config = {**QWEN3_30B.config, "quantization_config": nvfp4}
+        ran = run("plan", _folder(tmp_path, config), "--gpu-gib", "80")
+        assert ran.status == 0
+        assert "the cache refuses this" in ran.out
+        assert ran.out.splitlines()[-1].startswith("  vllm serve")
+
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            (
+                {**QWEN3_30B.config, "quantization_config": {"quant_method": "gguf"}},
+                "experts of quant_method 'gguf' have no kernel that it serves; use an unquantised",
+            ),
+            (
+                {"model_type": "dbrx", "d_model": 6144, "ffn_config": {"moe_num_experts": 16}},
+                "models of type dbrx bring an experts class of their own (DbrxExperts)",
+            ),
+        ],
+        ids=["gguf", "dbrx"],
+    )
+    def test_a_refused_model_without_known_sizes_ends_with_the_refusal(
+        self, config: dict[str, Any], said: str, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        model = _folder(tmp_path, config)
+        ran = run("plan", model)
+        assert (ran.status, ran.err) == (1, "")
         _narrow(ran.out)
-        assert "nvfp4 experts are refused by this version's worker" in ran.out
-        assert "bfloat16 is taken" in " ".join(ran.out.split())
+        assert ran.out.startswith("the cache refuses this: ")
+        assert said in " ".join(ran.out.split())
+        assert "modelopt" not in ran.out, "no format that is not served"
+        ran = run("plan", model, "--json")
+        assert ran.status == 1
+        assert said in json.loads(ran.out)["refused"]
+
+    def test_the_kernel_that_serves_a_quantised_model_is_in_its_command(
+        self, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        mxfp4 = {"quant_method": "mxfp4"}
+        config = {**GPT_OSS_20B.config, "quantization_config": mxfp4}
+        ran = run("plan", _folder(tmp_path, config), "--gpu-gib", "12")
+        assert ran.status == 0
+        _narrow(ran.out)
+        assert " --moe-backend marlin --max-model-len" in ran.out
+        assert "the cache refuses" not in ran.out
 
     def test_the_present_gpu_is_measured(
         self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch

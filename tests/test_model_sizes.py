@@ -157,7 +157,7 @@ class TestFormats:
             ),
             pytest.param(
                 {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-                "nvfp4",
+                "modelopt nvfp4",
                 [1536 * 1024, 1536 * 128, 2048 * 384, 2048 * 48],
                 id="nvfp4",
             ),

@@ -1,0 +1,152 @@
+"""Which models the cache refuses, as far as their `config.json` tells, before vLLM is started."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefetch_runtime.model_shape import NUM_EXPERTS, first_int, sources
+
+SERVED_FORMATS = (
+    "bfloat16",
+    "float16",
+    "fp8",
+    "fp8 in blocks",
+    "gptq 4 bits",
+    "gptq 8 bits",
+    "awq 4 bits",
+    "compressed-tensors float 8 bits",
+    "compressed-tensors int 4 bits",
+    "compressed-tensors int 8 bits",
+    "mxfp4",
+)
+"""Formats of experts that this version's worker serves; it refuses the others at start."""
+
+NEAREST = (
+    "use an unquantised, fp8, GPTQ, AWQ, compressed-tensors fp8 or int4, or (gpt-oss) MXFP4 "
+    "checkpoint"
+)
+ALONE = "serve it with plain vllm serve, without the cache"
+
+OWN_EXPERTS = {"dbrx": "DbrxExperts"}
+"""Values of `model_type` whose layers bring a class of their own, which cannot be replaced."""
+OWN_KERNEL_CALLS = ("minicpm",)
+"""Those whose layers call an expert kernel themselves."""
+
+MARLIN_GROUPS = (-1, 32, 64, 128)
+"""Group sizes that vLLM gives to Marlin; what it does not, it runs in a kernel that is refused."""
+
+
+def why_refused(config: Mapping[str, Any]) -> str | None:
+    """Why the runtime would refuse a model at start, and the nearest that works; None if nothing in
+    the config says so. What only a GPU or the weights show is not seen."""
+    parts = sources(dict(config))
+    text = next((part for part in reversed(parts) if first_int(part, *NUM_EXPERTS)), parts[-1])
+    family = text.get("model_type", config.get("model_type"))
+    if isinstance(family, str) and family in OWN_EXPERTS:
+        return (
+            f"models of type {family} bring an experts class of their own ({OWN_EXPERTS[family]}), "
+            f"which it cannot replace; {ALONE}"
+        )
+    if isinstance(family, str) and family in OWN_KERNEL_CALLS and first_int(text, *NUM_EXPERTS):
+        return f"models of type {family} call their expert kernel past vLLM's layer; {ALONE}"
+    quantization = _quantization(config)
+    if quantization is None:
+        return None
+    reason = _of_format(quantization, text, family)
+    return None if reason is None else f"{reason}; {NEAREST}"
+
+
+def moe_backend(config: Mapping[str, Any]) -> str | None:
+    """The `--moe-backend` that serves a quantised model wherever vLLM would choose another; None
+    for an unquantised one."""
+    quantization = _quantization(config)
+    if quantization is None:
+        return None
+    weights, activations = _groups(quantization)
+    if quantization.get("quant_method") == "fp8":
+        scales_the_batch = (
+            quantization.get("weight_block_size") is None
+            and quantization.get("activation_scheme", "dynamic") == "dynamic"
+        )
+    elif weights.get("type") == "float":
+        scales_the_batch = activations.get("strategy") == "tensor" and bool(
+            activations.get("dynamic")
+        )
+    else:
+        return "marlin"
+    return "marlin" if scales_the_batch else "triton"
+
+
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for part in sources(dict(config)):
+        found = part.get("quantization_config")
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def _groups(quantization: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Weights and activations of compressed-tensors' first group, empty where there are none."""
+    groups = quantization.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    if not isinstance(first, dict):
+        return {}, {}
+    weights, activations = first.get("weights"), first.get("input_activations")
+    return (
+        weights if isinstance(weights, dict) else {},
+        activations if isinstance(activations, dict) else {},
+    )
+
+
+def _of_format(
+    quantization: Mapping[str, Any], text: Mapping[str, Any], family: object
+) -> str | None:
+    method = quantization.get("quant_method")
+    match method:
+        case None | "fp8":
+            return None
+        case "mxfp4":
+            if family == "gpt_oss":
+                return None
+            return "MXFP4 experts are served for gpt-oss alone"
+        case "gptq" | "awq":
+            bits = quantization.get("bits")
+            allowed = (4,) if method == "awq" else (4, 8)
+            if type(bits) is int and bits not in allowed:
+                words = " or ".join(map(str, allowed))
+                return f"{method} experts of {bits} bits are not served, {words} are"
+            if method == "gptq" and quantization.get("sym") is False:
+                return "gptq experts with zero points (sym false) are not served"
+            return _of_marlin(method, quantization, text)
+        case "compressed-tensors":
+            return _of_compressed_tensors(quantization)
+        case "modelopt" | "modelopt_fp4":
+            algorithm = str(quantization.get("quant_algo"))[:20]
+            return f"experts in modelopt's {algorithm} have no kernel that it serves"
+    return f"experts of quant_method {str(method)[:40]!r} have no kernel that it serves"
+
+
+def _of_marlin(method: str, quantization: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
+    group, hidden = quantization.get("group_size"), first_int(dict(text), "hidden_size")
+    if group in (None, *MARLIN_GROUPS) and (hidden is None or hidden % 128 == 0):
+        return None
+    return (
+        f"vLLM does not give these {method} experts to Marlin, which needs a hidden size that is a "
+        "multiple of 128 and group size 32, 64 or 128"
+    )
+
+
+def _of_compressed_tensors(quantization: Mapping[str, Any]) -> str | None:
+    weights, activations = _groups(quantization)
+    bits, kind = weights.get("num_bits"), str(weights.get("type"))[:10]
+    if type(bits) is not int:  # the sizes' own error
+        return None
+    name = f"compressed-tensors {kind} {bits} bits"
+    if kind == "float":
+        if bits == 8 and weights.get("strategy") in ("tensor", "channel", "block"):
+            return None
+        return f"{name} (NVFP4, MXFP4, MXFP8) experts have no kernel that it serves"
+    if bits not in (4, 8):
+        return f"{name} experts are not served, 4 and 8 are"
+    if activations:
+        return f"{name} experts with quantised activations have no kernel that it serves"
+    return None
