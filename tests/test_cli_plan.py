@@ -109,6 +109,7 @@ class TestPlan:
         command = ending.splitlines()[0].split()
         executed: list[str] = []
         monkeypatch.setattr("os.execv", lambda _, arguments: executed.extend(arguments))
+        monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
         assert command[0] == "prefetch-runtime"
         assert run(*command[1:]).status == 0
         assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 38}}'
