@@ -78,8 +78,15 @@ def read_arrays(
 
 
 def write_arrays(path: Path | str, **arrays: npt.NDArray[np.integer]) -> None:
-    """Write a compressed npz beside `path`, then move it there, so that no reader sees a part."""
+    """Write a compressed npz beside `path`, then move it there, so that no reader sees a part.
+
+    Raises:
+        NpzError: what is there is no plain file.
+        OSError: it cannot be written.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise NpzError(f"{path} is no plain file, and is not replaced")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -26,10 +26,10 @@ from prefetch_runtime.config import (
     spelled,
 )
 from prefetch_runtime.demo import run_demo
-from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
+from prefetch_runtime.model_check import check_model
+from prefetch_runtime.model_shape import ModelError
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
 from prefetch_runtime.serve_file import ServeFile, read_serve_file
-from prefetch_runtime.shapes import SHAPES
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
 
@@ -134,34 +134,6 @@ def _settings(**given: Any) -> dict[str, Any]:
     return settings
 
 
-def _check_model(model: str, config: PrefetchConfig) -> None:
-    """Say now what the worker would say after a minute of start-up."""
-    declared = read_config(model)
-    if not config.enabled:
-        return
-    if declared is None:
-        if "/" not in model:
-            hint = "; it is a shape without weights, for plan and bench" if model in SHAPES else ""
-            raise ModelError(
-                f"there is no model folder {model!r}, and names on the hub have an owner before "
-                f"them (owner/{model}){hint}"
-            )
-        return
-    shape = expert_shape(declared)
-    if shape is None:
-        raise ModelError(
-            f"{model!r} declares no experts (a dense model), so there is nothing to cache; "
-            f"leave {spelled('slots_per_layer')} out"
-        )
-    slots, top_k = config.slots_per_layer, shape.top_k or 1
-    if isinstance(slots, int) and slots and not top_k <= slots <= shape.num_experts:
-        raise ConfigError(
-            f"{spelled('slots_per_layer')} is {slots}, but {model!r} routes each token to "
-            f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
-            f"{shape.num_experts}"
-        )
-
-
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Every other option is passed on to `vllm serve`.",
@@ -211,7 +183,7 @@ def serve(
         settings = {**(file.additional_config.get(ADDITIONAL_CONFIG_KEY) or {}), **settings}
         additional = {**file.additional_config, **additional}
     config = PrefetchConfig.from_mapping(settings)
-    _check_model(model, config)
+    check_model(model, config)
     if given and not config.enabled and slots is None:
         raise ConfigError(
             f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
@@ -392,7 +364,7 @@ def generate_command(
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"--temperature must be 0 or more, got {temperature}")
     config = PrefetchConfig.from_mapping(settings)
-    _check_model(model, config)
+    check_model(model, config)
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
@@ -428,7 +400,7 @@ def demo(
     ),
 ) -> None:
     """Generate from the cache, then with every expert resident, and compare the tokens."""
-    _check_model(
+    check_model(
         model, PrefetchConfig.from_mapping({"slots_per_layer": slots, "predictor": predictor})
     )
     with err.status("starting vLLM") as status:

@@ -1,6 +1,7 @@
 """`prefetch-runtime trace` and `simulate`: record a model's routing, replay it without a GPU."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from predictors import PREDICTOR_NAMES
 from prefetch_runtime.config import POLICIES, ConfigError, PrefetchConfig
+from prefetch_runtime.model_check import check_model
 from prefetch_runtime.offline import empty_log, generate
 from prefetch_runtime.simulate import (
     SimulationResult,
@@ -72,12 +74,11 @@ def trace(
         raise ConfigError(
             f"--prefetch-mode must be eager, full or segmented to record a trace, got {mode!r}"
         )
-    PrefetchConfig.from_mapping(settings)
     options: dict[str, Any] = {"enforce_eager": mode == "eager"}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
-    if not output.resolve().parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {output.resolve().parent}")
+    _check_output(output)
+    check_model(model, PrefetchConfig.from_mapping(settings))
     empty_log(log)
     with err.status("generating"):
         result = generate(
@@ -100,6 +101,24 @@ def trace(
             else ""
         )
     )
+
+
+def _check_output(path: Path) -> None:
+    """Before minutes of recording: whether the trace can be written where it shall be.
+
+    Raises:
+        ConfigError: it cannot, or something that is no plain file would be replaced.
+    """
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--out: there is no folder {folder}")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--out: {path} is no plain file; name another one")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write into {folder}: {error.strerror}") from None
 
 
 def simulate(

@@ -11,11 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, CLI_SPELLING, ConfigError
+from prefetch_runtime.config import (
+    ADDITIONAL_CONFIG_KEY,
+    CLI_SPELLING,
+    ConfigError,
+    PrefetchConfig,
+)
 
 _MAX_BYTES = 1 << 20
 _ADDITIONAL, _WORKER = "additional-config", "worker-cls"
-_SETTINGS = {option.removeprefix("--"): key for key, option in CLI_SPELLING.items()}
+_SETTINGS = {
+    **{key.replace("_", "-"): key for key in PrefetchConfig.model_fields if "_" in key},
+    **{option.removeprefix("--"): key for key, option in CLI_SPELLING.items()},
+}
 """Settings by what their options would be called in such a file."""
 
 
@@ -35,13 +43,17 @@ def read_serve_file(path: str) -> ServeFile:
     Raises:
         ConfigError: it is no YAML, or holds settings of the cache where vLLM would not find them.
     """
-    given = {str(key).replace("_", "-"): value for key, value in _mapping_of(path).items()}
+    given = {_full_name(str(key)): value for key, value in _mapping_of(path).items()}
     stray = {_SETTINGS[key]: value for key, value in given.items() if key in _SETTINGS}
     key = ADDITIONAL_CONFIG_KEY.replace("_", "-")
-    if key in given and isinstance(given[key], Mapping):
+    if isinstance(given.get(key), Mapping):
         stray = {**given[key], **stray}
-    if stray:
-        line = f"{_ADDITIONAL}: {json.dumps({ADDITIONAL_CONFIG_KEY: stray}, default=str)}"
+    if stray or key in given:
+        try:
+            shown = json.dumps({ADDITIONAL_CONFIG_KEY: stray}, default=str)
+        except (TypeError, ValueError, RecursionError):
+            shown = f'{{"{ADDITIONAL_CONFIG_KEY}": {{...}}}}'  # nothing that JSON holds
+        line = f"{_ADDITIONAL}: {shown}"
         raise ConfigError(
             f"{path}: {', '.join(k for k in given if k in _SETTINGS or k == key)} would be unknown "
             f"to vLLM, which reads this file; write there `{line}`, or give the options of "
@@ -55,6 +67,15 @@ def read_serve_file(path: str) -> ServeFile:
         _text(path, _WORKER, given.get(_WORKER)),
         _additional(path, given.get(_ADDITIONAL)),
     )
+
+
+def _full_name(key: str) -> str:
+    """The option that vLLM takes a key for: its parser takes abbreviations."""
+    name = key.replace("_", "-")
+    for shortest, full in (("ad", _ADDITIONAL), ("worker-c", _WORKER)):
+        if name.startswith(shortest) and full.startswith(name):
+            return full
+    return name
 
 
 def _mapping_of(path: str) -> Mapping[Any, Any]:

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import prefetch_runtime
-from prefetch_runtime import cli
+from prefetch_runtime import cli, cli_trace
 from prefetch_runtime.config import CLI_SPELLING, POLICIES, PREDICTORS, PrefetchConfig
 from prefetch_runtime.demo import PROMPTS, DemoResult
 from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError
@@ -626,3 +626,28 @@ def test_a_trace_is_recorded_in_a_mode_that_is_named(
     ran = run("trace", TINY, *given, "--prefetch-mode", "auto")
     assert ran.status == 2
     assert "must be eager, full or segmented to record a trace, got 'auto'" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("/dev/null", "is no plain file"),
+        (".", "is no plain file"),
+        ("/proc/t.npz", "cannot write into"),
+    ],
+)
+def test_a_place_where_no_trace_can_be_written_is_refused_before_recording(
+    out: str, why: str, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_trace, "generate", pytest.fail)
+    given = ("--moe-expert-cache-size", "8", "-p", "import", "--out", out)
+    _refused(run("trace", TINY, *given), why)
+
+
+def test_a_trace_needs_a_model_and_slots_that_it_can_have(
+    run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_trace, "generate", pytest.fail)
+    given = ("-p", "import", "--out", str(tmp_path / "t.npz"), "--moe-expert-cache-size")
+    _refused(run("trace", "nope", *given, "8"), "no model folder 'nope'")
+    _refused(run("trace", TINY, *given, "3"), "set it between 4 and 32")

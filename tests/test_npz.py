@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -203,3 +204,12 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
         write_arrays(path, a=Unwritable())  # type: ignore[arg-type]
     assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
     assert read_arrays(path, {"a": ANY_ROW})["a"].tolist() == [0, 1, 2]
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.npz"
+    os.mkfifo(pipe)
+    with pytest.raises(NpzError, match="no plain file"):
+        write_arrays(pipe, a=np.arange(3))
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe.npz"]

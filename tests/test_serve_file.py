@@ -99,6 +99,17 @@ def test_the_model_may_be_in_the_file(
     assert command("owner/other", *given)[:2] == ["serve", "owner/other"]
 
 
+def test_keys_may_be_abbreviated_as_vllm_takes_them(
+    file: Callable[[str], str], command: Callable[..., list[str]]
+) -> None:
+    path = file("additional-conf: {prefetch_runtime: {slots_per_layer: 8}, other: 1}\n")
+    *_, worker, option, settings = command(HUB, "--config", path)
+    assert (worker, option) == (WORKER_CLS, "--additional-config")
+    assert json.loads(settings) == {"prefetch_runtime": {"slots_per_layer": 8}, "other": 1}
+    with pytest.raises(ConfigError, match="has another"):
+        command(HUB, "--config", file(f"worker_c: mine.Worker\n{INSIDE}"))
+
+
 def test_a_file_without_a_cache_is_passed_on_and_nothing_else(
     file: Callable[[str], str], command: Callable[..., list[str]]
 ) -> None:
@@ -129,6 +140,11 @@ def test_metrics_of_a_file_get_their_folder(
             "prefetch_runtime: {slots_per_layer: 8}",
             'write there `additional-config: {"prefetch_runtime": {"slots_per_layer": 8}}`',
         ),
+        ("slots_per_layer: 8", '{"prefetch_runtime": {"slots_per_layer": 8}}'),
+        ("prefetch_runtime: [8]", "prefetch-runtime would be unknown to vLLM"),
+        ("prefetch_runtime:", "prefetch-runtime would be unknown to vLLM"),
+        ("prefetch_runtime: &a {slots_per_layer: *a}", '{"prefetch_runtime": {...}}'),
+        ("prefetch_runtime: {2020-01-01: 3}", '{"prefetch_runtime": {...}}'),
         ("additional-config.prefetch_runtime.policy: lru", "as one mapping, not key by key"),
         ("additional-config: [1]", "additional-config must be a mapping"),
         ("additional-config: 2026-01-01", "nothing that JSON holds"),

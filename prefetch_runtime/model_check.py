@@ -1,0 +1,38 @@
+"""What a model's `config.json` rules out, said before vLLM is started."""
+
+from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
+from prefetch_runtime.shapes import SHAPES
+
+
+def check_model(model: str, config: PrefetchConfig) -> None:
+    """Say now what the worker would say after a minute of start-up.
+
+    Raises:
+        ModelError: no such folder, or a model without experts.
+        ConfigError: a number of slots that the model cannot have.
+    """
+    declared = read_config(model)
+    if not config.enabled:
+        return
+    if declared is None:
+        if "/" not in model:
+            hint = "; it is a shape without weights, for plan and bench" if model in SHAPES else ""
+            raise ModelError(
+                f"there is no model folder {model!r}, and names on the hub have an owner before "
+                f"them (owner/{model}){hint}"
+            )
+        return
+    shape = expert_shape(declared)
+    if shape is None:
+        raise ModelError(
+            f"{model!r} declares no experts (a dense model), so there is nothing to cache; "
+            f"leave {spelled('slots_per_layer')} out"
+        )
+    slots, top_k = config.slots_per_layer, shape.top_k or 1
+    if isinstance(slots, int) and slots and not top_k <= slots <= shape.num_experts:
+        raise ConfigError(
+            f"{spelled('slots_per_layer')} is {slots}, but {model!r} routes each token to "
+            f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
+            f"{shape.num_experts}"
+        )
