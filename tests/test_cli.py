@@ -651,3 +651,20 @@ def test_a_trace_needs_a_model_and_slots_that_it_can_have(
     given = ("-p", "import", "--out", str(tmp_path / "t.npz"), "--moe-expert-cache-size")
     _refused(run("trace", "nope", *given, "8"), "no model folder 'nope'")
     _refused(run("trace", TINY, *given, "3"), "set it between 4 and 32")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"12345", b"\x1f\0\0\0\0\0\0\0" + b'{"a": {"data_offsets": [0, "x"]}}', None]
+)
+def test_a_file_that_is_cut_off_is_named_before_vllm_starts(
+    content: bytes | None, run: Callable[..., Ran], executed: list[list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((Path(TINY) / "config.json").read_text())
+    file = tmp_path / "model.safetensors"
+    if content is None:
+        file.symlink_to(tmp_path / "gone")
+    else:
+        file.write_bytes(content)
+    ran = run("serve", str(tmp_path), "--moe-expert-cache-size", "8")
+    _refused(ran, "model.safetensors in", "is cut off or damaged")
+    assert not executed

@@ -4,7 +4,6 @@ vLLM serves what it finds: an expert whose tensor is missing keeps whatever its 
 missing scale is 1.
 """
 
-import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from prefetch_runtime.config import ConfigError
+from prefetch_runtime.model_check import damaged_file
 from prefetch_runtime.pinned import HostMemoryError
 
 _ALL = -1
@@ -27,8 +27,6 @@ ONE_EXPERTS = ("gpt_oss_w13", "gpt_oss_w2")
 _FAILURES = (
     AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError, SafetensorError,
 )  # fmt: skip
-_MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, by its format."""
 
 
 class CheckpointError(ValueError):
@@ -166,24 +164,6 @@ def explained(model: str) -> Iterator[None]:
         raise CheckpointError(
             f"the checkpoint of {model!r} cannot be loaded: {why} ({type(error).__name__}: {said})"
         ) from error
-
-
-def damaged_file(folder: Path) -> str | None:
-    """The first safetensors file in a folder whose size is not what its header says, or None."""
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if start > min(size, _MOST_HEADER_BYTES):
-                return path.name
-            try:
-                header = json.loads(file.read(start - 8))
-                ends = [of["data_offsets"][1] for name, of in header.items() if name[0] != "_"]
-            except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-                return path.name
-        if start + max(ends, default=0) != size:
-            return path.name
-    return None
 
 
 def check_written(layer_name: str, weights: Mapping[str, torch.Tensor]) -> None:

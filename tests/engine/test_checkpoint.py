@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from prefetch_runtime.config import ConfigError
+from prefetch_runtime.model_check import damaged_file
 from prefetch_runtime.vllm.checkpoint import (
     ONE_EXPERTS,
     CheckpointError,
     LoadedExperts,
-    damaged_file,
     explained,
     needed_of,
 )
