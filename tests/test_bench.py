@@ -113,6 +113,7 @@ class TestConfiguration:
             ({"limit_s": float("nan")}, "limit_s"),
             ({"limit_s": -1.0}, "limit_s"),
             ({"slots_of": {"ful": [1]}}, "did you mean 'full'"),
+            ({"slots_of": {"uva-all": [1]}}, "'uva-all' has no slots to choose"),
             ({"trust_remote_code": True}, "unknown setting 'trust_remote_code'"),
             ({"servers": [{"name": "a", "url": "file:///etc/passwd", "model": "m"}]}, "url"),
         ],

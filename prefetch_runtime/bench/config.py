@@ -180,7 +180,8 @@ class BenchConfig(BaseModel):
                     f"limits_s: unknown engine {name!r}; {_suggest(name, (*BASELINES, *MODES))}"
                 )
         for name in self.slots_of:
-            parse_engine(name)
+            if not parse_engine(name).sized:
+                raise ValueError(f"slots_of: {name!r} has no slots to choose; leave it out there")
         for slots in (*self.slots, *(s for of in self.slots_of.values() for s in of)):
             if not (isinstance(slots, int) and slots > 0) and not _share(slots):
                 raise ValueError(
