@@ -1,5 +1,6 @@
 """Prints plans and the state of a machine, for people, on 80 columns."""
 
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from prefetch_runtime.doctor import Machine, Report
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
 from prefetch_runtime.plan import SEGMENT_HOST_US, Estimate, Plan, Planner, rounded
+from prefetch_runtime.plan_levers import levers
 from prefetch_runtime.shapes import SHAPES
 
 CAVEAT = (
@@ -96,6 +98,8 @@ def print_plan(
             f"With {plan.uniform.slots_per_layer} slots and uniform routing, which no eviction "
             f"can help: {_speed(plan.uniform.tokens_per_s)} tokens/s."
         )
+    if plan.best is None:
+        _print_levers(planner)
     _print_other_mode(planner, plan)
     if target is not None:
         out.print(_target_line(plan, target))
@@ -247,6 +251,17 @@ def _print_estimates(estimates: Iterable[Estimate], sizes: ModelSizes) -> None:
     out.print(
         "step: without misses. tokens/s: every miss waited for; at best: every copy beside compute."
     )
+
+
+def _print_levers(planner: Planner) -> None:
+    """What would make room for one token's experts."""
+    found = levers(planner)
+    if not found.changes:
+        out.print("No shorter context, smaller ring or 4-bit checkpoint makes room on this GPU.")
+    else:
+        words = " or " if found.is_each_enough else ", and with it "
+        out.print(f"What makes room: {words.join(found.changes)}.", markup=False)
+    out.print(f"As it is, it takes a GPU of {math.ceil(found.least_gib)} GiB.")
 
 
 def _print_other_mode(planner: Planner, plan: Plan) -> None:

@@ -12,7 +12,8 @@ RING_BYTES = 144 << 20
 """What a ring of 16 experts of 9 MiB weighs (Qwen3-30B-A3B, bf16): each half keeps a PCIe 5 link
 busy for 1.4 ms, longer than the host takes to issue a wave."""
 
-LEAST_RING_ROWS = 16
+LEAST_RING_ROWS = 4
+"""Two in each half: where one expert weighs more than a ring should, a wave is still of two."""
 MOST_RING_ROWS = 1024
 
 
@@ -57,8 +58,8 @@ def rows_of_half(
     """Experts that each of the ring's two halves holds, at least 1 and at most all.
 
     Args:
-        staging_slots: of both halves; "auto": as many as weigh `RING_BYTES`, at least 16, so that
-            small experts stream in fewer waves.
+        staging_slots: of both halves; "auto": as many as weigh `RING_BYTES`, at least 4, so that
+            small experts stream in fewer waves and large ones take no GiB of it.
         expert_bytes: of one expert, all its tensors.
     """
     if staging_slots == "auto":

@@ -189,8 +189,12 @@ class TestPlan:
     ) -> None:
         ran = run("plan", qwen, "--gpu-gib", gib)
         assert ran.status == 1
+        _narrow(ran.out)
         assert said in ran.out
         assert "start it with" not in ran.out
+        levers = "What makes room: an int4 (GPTQ, AWQ) checkpoint" if gib == "8" else "No shorter"
+        assert levers in ran.out
+        assert "As it is, it takes a GPU of 9 GiB." in ran.out
 
     @pytest.mark.parametrize(
         ("target", "said"),

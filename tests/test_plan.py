@@ -78,7 +78,7 @@ class TestMemory:
     def test_the_staging_ring_holds_two_halves_of_at_most_all_experts(self) -> None:
         sizes = model_sizes(MIXTRAL.config)
         mixtral = planner(48, sizes=sizes, curve="mixtral-8x7b")
-        assert mixtral.memory().staging == 2 * 8 * sizes.expert_bytes
+        assert mixtral.memory().staging == 2 * 2 * sizes.expert_bytes
         small = replace(QWEN, expert_bytes=QWEN.expert_bytes // 4)
         assert planner(12, sizes=small).memory().staging == planner().memory().staging
         assert planner(staging_slots=5).memory().staging == 4 * QWEN.expert_bytes

@@ -69,13 +69,22 @@ class TestRowsOfHalf:
             (9 << 20, 128, 8),
             (RING_BYTES // 64, 128, 32),
             (RING_BYTES // 64, 24, 24),
-            (336 << 20, 8, 8),
-            (336 << 20, 128, 8),
+            (336 << 20, 8, 2),
+            (336 << 20, 128, 2),
+            (24 << 20, 128, 3),
             (4096, 1024, 512),
         ],
-        ids=["9 MiB", "a quarter of it", "few of them", "large", "large and many", "tiny"],
+        ids=[
+            "9 MiB",
+            "a quarter of it",
+            "few of them",
+            "large",
+            "large and many",
+            "in between",
+            "tiny",
+        ],
     )
-    def test_small_experts_get_as_many_rows_as_weigh_the_same(
+    def test_a_ring_holds_as_many_as_weigh_the_same_and_two_in_each_half(
         self, expert_bytes: int, num_experts: int, rows: int
     ) -> None:
         assert rows_of_half("auto", expert_bytes=expert_bytes, num_experts=num_experts) == rows
