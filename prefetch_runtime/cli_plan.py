@@ -65,7 +65,9 @@ def plan(
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", help="Find the fewest slots that reach this speed."),
+        typer.Option(
+            metavar="TOKENS/S", help="Find the fewest slots for this speed, of all sequences."
+        ),
     ] = None,
     mode: Annotated[
         str, typer.Option("--prefetch-mode", metavar="MODE", help="auto, full, segmented or eager.")

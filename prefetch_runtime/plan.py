@@ -243,7 +243,7 @@ class Planner:
         mode = self._mode(slots)
         absent = demand.absent if mode != "resident" else 0.0
         missed = sizes.num_moe_layers * absent * sizes.expert_bytes
-        resident = self._resident_us(mode, demand.demanded, in_waves=self._widest() > slots)
+        resident = self._resident_us(mode, demand.demanded, in_waves=self.runs_in_waves(slots))
         copy = missed / (self.gpu.link_gbs * 1e3)
         return Estimate(
             slots_per_layer=slots,
@@ -287,7 +287,7 @@ class Planner:
         if not most or not ladder:
             return [most] if most else []
         experts, top_k = self.sizes.num_experts, self.sizes.top_k
-        steps = {top_k, *(experts * n // 8 for n in (1, 2, 3, 4, 6, 8)), most}
+        steps = {top_k, *(experts * n // 8 for n in (1, 2, 3, 4, 6, 8)), self.widest(), most}
         return [slots for slots in sorted(steps) if top_k <= slots <= most]
 
     def smallest_for(self, tokens_per_s: float) -> Estimate | None:
@@ -315,10 +315,14 @@ class Planner:
         if slots >= sizes.num_experts:
             return "resident"
         # A graph is only captured for batches whose experts always fit the slots.
-        return workload.mode if self._widest() <= slots else "eager"
+        return workload.mode if self.widest() <= slots else "eager"
 
-    def _widest(self) -> int:
-        """Most experts that a step can demand of a layer."""
+    def runs_in_waves(self, slots: int) -> bool:
+        """Whether a step may need more experts of a layer than it has slots."""
+        return slots < self.widest()
+
+    def widest(self) -> int:
+        """Most experts that a step can demand of a layer; with as many slots it is one graph."""
         return min(self.workload.batch * self.sizes.top_k, self.sizes.num_experts)
 
     def _resident_us(self, mode: Mode, demanded: float, *, in_waves: bool) -> float:

@@ -13,7 +13,7 @@ from rich.text import Text
 from prefetch_runtime.doctor import Machine, Report
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
-from prefetch_runtime.plan import SEGMENT_HOST_US, Estimate, Plan, Planner, rounded
+from prefetch_runtime.plan import SEGMENT_HOST_US, Plan, Planner, rounded
 from prefetch_runtime.plan_levers import levers
 from prefetch_runtime.shapes import SHAPES
 
@@ -92,7 +92,7 @@ def print_plan(
     out.print(f"\n{gpu.gib:.4g} GiB of GPU memory ({gpu.name})", markup=False, style="bold")
     _print_pairs(_memory_lines(planner, plan))
     if plan.estimates:
-        _print_estimates(plan.estimates, sizes)
+        _print_estimates(planner, plan)
     if plan.uniform is not None and not plan.all_fit:
         out.print(
             f"With {plan.uniform.slots_per_layer} slots and uniform routing, which no eviction "
@@ -146,9 +146,19 @@ def print_sizes(
         table.add_row(*row)
     out.print(table)
     out.print(
-        "GB/s: of the link. tokens/s: every miss waited for; at best: every copy beside compute. "
-        "all: vLLM alone serves them. --gpu-gib shows one size in full."
+        "GB/s: of the link. tokens/s: of all sequences, every miss waited for; at best: every copy "
+        "beside compute. all: vLLM alone serves them. --gpu-gib shows one size in full."
     )
+    in_waves = [
+        f"{plan.gpu.gib:g}"
+        for planner, plan in zip(planners, plans, strict=True)
+        if plan.best is not None and planner.runs_in_waves(plan.best.slots_per_layer)
+    ]
+    if in_waves:
+        out.print(
+            f"In waves, outside of any graph, on {', '.join(in_waves)} GiB: the batch may need "
+            f"{planners[0].widest()} slots."
+        )
     if workload.mode == "eager":
         out.print("This is mode eager, bound by the host; mode full is one CUDA graph per step.")
     if workload.mode == "segmented":
@@ -233,15 +243,16 @@ def _memory_lines(planner: Planner, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "  left for experts", f"{size(memory.left_for_slots)} = {meaning}"
 
 
-def _print_estimates(estimates: Iterable[Estimate], sizes: ModelSizes) -> None:
+def _print_estimates(planner: Planner, plan: Plan) -> None:
+    sizes = planner.sizes
     names = ("slots", "GiB", "hit rate", "mode", "step ms", "copy ms", "tokens/s", "at best")
     table = _columns(*names)
-    for estimate in estimates:
+    for estimate in plan.estimates:
         table.add_row(
             f"{estimate.slots_per_layer}/{sizes.num_experts}",
             _gib(estimate.slot_bytes),
             f"{estimate.hit_rate:.0%}",
-            estimate.mode,
+            "waves" if planner.runs_in_waves(estimate.slots_per_layer) else estimate.mode,
             f"{rounded(estimate.resident_ms):g}",
             f"{rounded(estimate.copy_ms):g}",
             _speed(estimate.tokens_per_s),
@@ -249,8 +260,29 @@ def _print_estimates(estimates: Iterable[Estimate], sizes: ModelSizes) -> None:
         )
     out.print(table)
     out.print(
-        "step: without misses. tokens/s: every miss waited for; at best: every copy beside compute."
+        "step: without misses. tokens/s: of all sequences, every miss waited for; at best: every "
+        "copy beside compute."
     )
+    if any(planner.runs_in_waves(e.slots_per_layer) for e in plan.estimates):
+        out.print("waves: fewer slots than the batch may need; outside of any graph.")
+        _print_graph_hint(planner, plan)
+
+
+def _print_graph_hint(planner: Planner, plan: Plan) -> None:
+    """How many slots, or how small a batch, would not run in waves."""
+    widest, sizes = planner.widest(), planner.sizes
+    most = plan.memory.slots_per_layer
+    if not planner.runs_in_waves(most):
+        return
+    what = "without waves" if planner.workload.mode == "eager" else "as one graph"
+    if planner.workload.mode == "segmented":
+        what = "in graphs"
+    fewer = most // sizes.top_k
+    smaller = f"{fewer} sequence" if fewer == 1 else f"{fewer} sequences"
+    if widest < sizes.num_experts:
+        out.print(f"{widest} slots would decode this batch {what}; {most} do so for {smaller}.")
+    else:
+        out.print(f"{most} slots decode {smaller} {what}; this batch may need every expert.")
 
 
 def _print_levers(planner: Planner) -> None:

@@ -309,6 +309,41 @@ class TestPlan:
         assert ran.status == 1
         assert said in json.loads(ran.out)["refused"]
 
+    def test_rows_in_waves_are_called_so_and_the_slots_for_one_graph_are_named(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        def modes(out: str) -> dict[str, str]:
+            rows = (line.split() for line in out.splitlines())
+            return {row[0]: row[3] for row in rows if len(row) == 8 and "/128" in row[0]}
+
+        ran = run("plan", qwen, "--gpu-gib", "16", "--batch", "3")
+        _narrow(ran.out)
+        assert modes(ran.out) == {"8/128": "waves", "16/128": "waves", "18/128": "waves"}
+        assert "24 slots would decode this batch as one graph; 18 do so for 2" in ran.out
+        assert "tokens/s: of all sequences, every miss waited for" in " ".join(ran.out.split())
+        fits = run("plan", qwen, "--gpu-gib", "24", "--batch", "3")
+        assert list(modes(fits.out).items())[-3:] == [
+            ("24/128", "full"),
+            ("32/128", "full"),
+            ("34/128", "full"),
+        ]
+        assert "would decode this batch" not in fits.out
+        eager = run("plan", qwen, "--gpu-gib", "16", "--batch", "3", "--prefetch-mode", "eager")
+        assert set(modes(eager.out).values()) == {"waves"}
+        assert "24 slots would decode this batch without waves" in eager.out
+        alone = run("plan", qwen, "--gpu-gib", "16", "--prefetch-mode", "eager")
+        assert set(modes(alone.out).values()) == {"eager"}
+        every = run("plan", qwen, "--gpu-gib", "24", "--batch", "16", "--context", "512")
+        assert "4 sequences as one graph; this batch may need every expert." in every.out
+        told = json.loads(run("plan", qwen, "--gpu-gib", "16", "--batch", "3", "--json").out)
+        assert {e["mode"] for e in told["plans"][0]["estimates"]} == {"eager"}
+
+    def test_sizes_that_decode_in_waves_are_named(self, run: Callable[..., Ran], qwen: str) -> None:
+        ran = run("plan", qwen, "--batch", "3")
+        _narrow(ran.out)
+        assert "on 12, 16 GiB: the batch may need 24 slots." in " ".join(ran.out.split())
+        assert "In waves" not in run("plan", qwen).out
+
     def test_the_kernel_that_serves_a_quantised_model_is_in_its_command(
         self, run: Callable[..., Ran], tmp_path: Path
     ) -> None:
