@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from prefetch_runtime.shapes import SHAPES, shape_config
+from prefetch_runtime.shapes import SHAPES, published_config
 
 MAX_CONFIG_BYTES = 4 << 20
 
@@ -68,8 +68,8 @@ def read_config_file(path: Path, whose: str) -> dict[str, Any]:
 
 
 def load_config(model: str) -> dict[str, Any]:
-    """The `config.json` of a model folder, a named shape, or a model on the hub (nothing else of it
-    is fetched).
+    """The `config.json` of a model folder, a named shape as it is published, or a model on the hub
+    (nothing else of it is fetched).
 
     Raises:
         ModelError: as `read_config`; or an unknown name without an owner; or the hub has no such
@@ -86,7 +86,7 @@ def load_config(model: str) -> dict[str, Any]:
 def _named(name: str) -> dict[str, Any]:
     """The config of a named shape; the hub is not asked for a name without an owner."""
     if name in SHAPES:
-        return shape_config(name)
+        return published_config(name)
     near = get_close_matches(name.lower(), SHAPES, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ModelError(

@@ -1,7 +1,8 @@
 """Configs of public MoE models, for plans and measurements without their weights.
 
 Only what vLLM needs to build the layers: sizes, counts and names. Positions end at 8192, without
-the models' rope scaling. Imports nothing, so that a run without this package may read it as well.
+the models' rope scaling, and weights are bf16, as random ones are made. Imports nothing, so that a
+run without this package may read it as well.
 """
 
 import json
@@ -122,8 +123,85 @@ SHAPES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
         "vocab_size": 201088,
     },
+    "qwen3-235b-a22b": {
+        **_COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 94,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "vocab_size": 151936,
+    },
+    "deepseek-v3": {
+        **_COMMON,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
 }
-"""By name, as `config.json` holds them."""
+SHAPES["gpt-oss-120b"] = {
+    **SHAPES["gpt-oss-20b"],
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
+"""By name, as `config.json` holds them, in bf16."""
+
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "gpt-oss-20b": _MXFP4,
+    "gpt-oss-120b": _MXFP4,
+}
+"""The `quantization_config` of those that are published quantised."""
 
 
 def shape_config(name: str, *, layers: int | None = None) -> dict[str, Any]:
@@ -143,6 +221,18 @@ def shape_config(name: str, *, layers: int | None = None) -> dict[str, Any]:
     config["num_hidden_layers"] = layers
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:layers]
+    return config
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The config of a named shape in the format that the model is published in.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    config = shape_config(name)
+    if name in _PUBLISHED:
+        config["quantization_config"] = dict(_PUBLISHED[name])
     return config
 
 

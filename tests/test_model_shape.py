@@ -43,7 +43,12 @@ class TestLoadConfig:
         assert str(refused.value).endswith(ending) == (nearest is not None)
 
     def test_a_named_shape_is_known(self) -> None:
-        assert load_config("gpt-oss-20b") == SHAPES["gpt-oss-20b"]
+        assert load_config("olmoe-1b-7b") == SHAPES["olmoe-1b-7b"]
+
+    def test_a_named_shape_has_the_format_that_it_is_published_in(self) -> None:
+        config = load_config("gpt-oss-20b")
+        assert config.pop("quantization_config")["quant_method"] == "mxfp4"
+        assert config == SHAPES["gpt-oss-20b"], "bench makes bf16 weights of it"
 
 
 class TestReadConfig:

@@ -10,6 +10,7 @@ import torch
 from prefetch_runtime.host_store import RecordLayout
 from prefetch_runtime.model_shape import ModelError, load_config
 from prefetch_runtime.model_sizes import KNOWN_FAMILIES, model_sizes
+from prefetch_runtime.shapes import SHAPES
 from tests.helpers.model_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
@@ -24,6 +25,18 @@ from tests.helpers.model_configs import (
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = (DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_30B)
 
+SHAPE_BILLIONS = {
+    "qwen3-30b-a3b": 30.53,
+    "mixtral-8x7b": 46.70,
+    "olmoe-1b-7b": 6.92,
+    "deepseek-v2-lite": 15.71,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+    "qwen3-235b-a22b": 235.09,
+    "deepseek-v3": 671.03,
+}
+"""Parameters as published, in 1e9."""
+
 
 def _with(quantization: Any, **changes: Any) -> dict[str, Any]:
     return {**QWEN3_30B.config, "quantization_config": quantization, **changes}
@@ -35,6 +48,28 @@ class TestPublicModels:
         sizes = model_sizes(model.config)
         billions = (sizes.experts_bytes + sizes.dense_bytes) / 2 / 1e9
         assert billions == pytest.approx(model.billions, abs=0.0005)
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_so_do_those_of_the_named_shapes(self, name: str) -> None:
+        sizes = model_sizes(SHAPES[name])
+        found = (sizes.experts_bytes + sizes.dense_bytes) / 2 / 1e9
+        assert found == pytest.approx(SHAPE_BILLIONS[name], abs=0.006)
+
+    @pytest.mark.parametrize(
+        ("name", "gib", "expert_format"),
+        [
+            ("gpt-oss-20b", 12.8, "mxfp4"),
+            ("gpt-oss-120b", 60.8, "mxfp4"),
+            ("deepseek-v3", 627, "fp8 in blocks"),
+        ],
+    )
+    def test_a_shape_is_planned_as_large_as_its_checkpoint(
+        self, name: str, gib: float, expert_format: str
+    ) -> None:
+        sizes = model_sizes(load_config(name))
+        assert sizes.expert_format == expert_format
+        total = (sizes.experts_bytes + sizes.dense_bytes) / 2**30
+        assert total == pytest.approx(gib, rel=0.01)
 
     def test_every_known_family_is_among_them(self) -> None:
         assert {model.config["model_type"] for model in PUBLIC} == set(KNOWN_FAMILIES)
