@@ -69,7 +69,7 @@ def test_a_quantised_checkpoint_is_not_told_to_be_quantised() -> None:
         **QWEN3_30B.config,
         "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     }
-    some = planner(config, 4, context=1 << 16)
+    some = planner(config, 3.2)
     assert not _fits(some)
     assert not any("checkpoint" in words for words in levers(some).changes)
 
