@@ -22,7 +22,7 @@ from prefetch_runtime.hit_rates import (
 from prefetch_runtime.model_refusals import moe_backend, why_refused
 from prefetch_runtime.model_shape import ModelError, load_config
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
-from prefetch_runtime.plan import CARDS, Gpu, Planner, Workload, rounded, typical_gpu
+from prefetch_runtime.plan import CARDS, UTILIZATION, Gpu, Planner, Workload, rounded, typical_gpu
 from prefetch_runtime.trace import TraceError, load_trace
 
 err = Console(stderr=True, highlight=False)
@@ -83,7 +83,7 @@ def plan(
         typer.Option(
             "--gpu-memory-utilization", metavar="SHARE", help="Of the GPU, what vLLM may use."
         ),
-    ] = 0.92,
+    ] = UTILIZATION,
     staging_slots: Annotated[
         str, typer.Option(metavar="N", help="Experts in the ring for prompts, or auto.")
     ] = "auto",

@@ -31,6 +31,8 @@ SEGMENT_HOST_US = 14.0
 MEMORY_REACHED = 0.84
 """Share of a data sheet's memory bandwidth that a step reaches; from the same fit."""
 
+UTILIZATION = 0.92
+"""vLLM's own default of `--gpu-memory-utilization`."""
 ACTIVATIONS_SHARE = 0.1
 """Of the memory that vLLM may use, for activations, graphs and wave rows; as size `auto` takes."""
 
@@ -107,7 +109,7 @@ class Workload:
     """Tokens of each sequence that the KV cache must hold."""
     batch: int = 1
     mode: Literal["full", "segmented", "eager"] = "full"
-    utilization: float = 0.92
+    utilization: float = UTILIZATION
     """Share of the GPU that vLLM may use (`--gpu-memory-utilization`)."""
     staging_slots: int | Literal["auto"] = "auto"
     resident_ms: float | None = None

@@ -13,7 +13,7 @@ from rich.text import Text
 from prefetch_runtime.doctor import Machine, Report
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
-from prefetch_runtime.plan import SEGMENT_HOST_US, Plan, Planner, rounded
+from prefetch_runtime.plan import SEGMENT_HOST_US, UTILIZATION, Plan, Planner, rounded
 from prefetch_runtime.plan_levers import levers
 from prefetch_runtime.shapes import SHAPES
 
@@ -330,13 +330,16 @@ def _print_assumptions(planners: Sequence[Planner]) -> None:
 def _command(model: str, planner: Planner, plan: Plan, backend: str | None) -> str:
     workload = planner.workload
     rest = f"--max-model-len {workload.context} --max-num-seqs {workload.batch}"
+    if workload.utilization != UTILIZATION:
+        rest += f" --gpu-memory-utilization {workload.utilization:g}"
     model = "MODEL" if model in SHAPES else shlex.quote(model)  # a shape has no weights to serve
     if plan.all_fit:
         return f"vllm serve {model} {rest}"
     mode = "" if workload.mode == "full" else f" --prefetch-mode {workload.mode}"
     size = f"--moe-expert-cache-size {plan.memory.slots_per_layer}"
+    ring = "" if workload.staging_slots == "auto" else f" --staging-slots {workload.staging_slots}"
     kernel = "" if backend is None else f" --moe-backend {backend}"
-    return f"prefetch-runtime serve {model} {size}{mode}{kernel} {rest}"
+    return f"prefetch-runtime serve {model} {size}{mode}{ring}{kernel} {rest}"
 
 
 def _facts(machine: Machine) -> Iterator[tuple[str, str]]:

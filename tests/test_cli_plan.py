@@ -114,6 +114,14 @@ class TestPlan:
         assert run(*command[1:]).status == 0
         assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 38}}'
 
+    def test_the_command_repeats_all_that_the_slots_depend_on(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        given = ["--staging-slots", "4", "--gpu-memory-utilization", "0.8", "--context", "4096"]
+        command = run("plan", qwen, "--gpu-gib", "48", *given).out.partition("start it with\n")[2]
+        assert "--staging-slots 4 --max-model-len 4096" in command
+        assert "--gpu-memory-utilization 0.8" in command
+
     def test_the_default_mode_is_that_of_serve_and_the_other_is_named(
         self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
