@@ -629,6 +629,7 @@ def test_the_command_on_the_page_starts_a_server_with_metrics(
     (command,) = re.findall(r"^ +prefetch-runtime (serve .*)$", page, re.MULTILINE)
     executed: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: executed.append(arguments))
+    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
     monkeypatch.setattr(sys, "argv", ["prefetch-runtime", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -642,6 +643,7 @@ def test_without_the_option_a_server_has_no_folder_for_metrics(
 ) -> None:
     executed: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: executed.append(arguments))
+    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
     options = ["--moe-expert-cache-size", "8"]
     monkeypatch.setattr(sys, "argv", ["prefetch-runtime", "serve", "Qwen/Qwen3-30B-A3B", *options])
     with pytest.raises(SystemExit):
