@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from reference import OURS, LayerRecorder, differences
-from shapes import LOAD_FORMAT, register_loader, write_shape
+from shapes import LOAD_FORMAT, register_loader, splitting_ops, write_shape
 
 WORKER_CLS = "prefetch_runtime.vllm.PrefetchWorker"
 
@@ -168,17 +168,11 @@ def engine_arguments(kind: str, model: str, options: argparse.Namespace) -> dict
             raise ValueError("engine 'pieces' is made of graphs; add --graphs")
         llm["compilation_config"] |= {
             "cudagraph_mode": "PIECEWISE",
-            "splitting_ops": _splitting_ops(),
+            "splitting_ops": splitting_ops(),
         }
     elif name != "resident":
         raise ValueError(f"unknown engine {kind!r}")
     return llm
-
-
-def _splitting_ops() -> list[str]:
-    from vllm.config import CompilationConfig
-
-    return [*CompilationConfig._attention_ops, "vllm::moe_forward", "vllm::moe_forward_shared"]
 
 
 def prompts(count: int, length: int) -> list[dict[str, Any]]:

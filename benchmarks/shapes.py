@@ -1,6 +1,7 @@
-"""Named model shapes and a loader with random weights, without loading `prefetch_runtime`.
+"""Named model shapes, a loader with random weights, and where vLLM's graphs are cut in pieces,
+without loading `prefetch_runtime`.
 
-Reference runs must not hold any of this project's code, so its two files are read by their path.
+Reference runs must not hold any of this project's code, so its files are read by their path.
 """
 
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,3 +24,4 @@ _shapes, _weights = _read(_PACKAGE / "shapes.py"), _read(_PACKAGE / "vllm" / "ra
 
 SHAPES, shape_config, write_shape = _shapes.SHAPES, _shapes.shape_config, _shapes.write_shape
 LOAD_FORMAT, register_loader = _weights.LOAD_FORMAT, _weights.register_loader
+splitting_ops = _read(_PACKAGE / "vllm" / "bench_engine.py").splitting_ops

@@ -29,7 +29,8 @@ from prefetch_runtime.demo import run_demo
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.model_shape import ModelError
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
-from prefetch_runtime.serve_file import ServeFile, read_serve_file
+from prefetch_runtime.refusals import CPU_NEEDS_EAGER, ONE_GPU, unsupported
+from prefetch_runtime.serve_file import ServeFile, full_name, read_serve_file
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
 
@@ -235,16 +236,10 @@ def _refuse_early(passed_on: Sequence[str], *, reads_file: bool) -> None:
         kind = _PARALLEL.get(name.replace("_", "-"))
         size = value if equals else following
         if kind is not None and size.isdecimal() and int(size) > 1:
-            raise ConfigError(
-                f"the expert cache ({spelled('slots_per_layer')}) does not support "
-                f"--{kind}-parallel-size {size}; it runs on one GPU: use 1"
-            )
+            raise ConfigError(unsupported(f"--{kind}-parallel-size {size}", ONE_GPU))
     is_eager = any(a.replace("_", "-").startswith("--enforce-e") for a in passed_on)
     if not is_eager and not reads_file and _is_cpu_build():
-        raise ConfigError(
-            "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide "
-            "anything; add --enforce-eager"
-        )
+        raise ConfigError(CPU_NEEDS_EAGER)
 
 
 def _is_cpu_build() -> bool:
@@ -262,18 +257,9 @@ def _say_if_off(config: PrefetchConfig, slots: str | None) -> None:
 
 
 def _option_name(argument: str) -> str:
-    """The option that an argument sets, as vLLM reads it; "" for a value.
-
-    vLLM's parser takes abbreviations; those of the options that matter here are written out.
-    """
+    """The option that an argument sets, as vLLM reads it; "" for a value."""
     name = argument.partition("=")[0].replace("_", "-")
-    if not name.startswith("--"):
-        return ""
-    stem, dot, key = name.partition(".")
-    for shortest, full in (("--ad", "--additional-config"), ("--worker-c", "--worker-cls")):
-        if stem.startswith(shortest) and full.startswith(stem):
-            return full + dot + key
-    return name
+    return f"--{full_name(name[2:])}" if name.startswith("--") else ""
 
 
 def _read_config_file(arguments: list[str]) -> ServeFile | None:

@@ -1,12 +1,26 @@
-"""Brings a refusal from a worker to the command that started vLLM, past vLLM's own traceback."""
+"""How refusals are worded, in the command as in the worker; and how one is brought from a worker
+to the command that started vLLM, past vLLM's own traceback."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefetch_runtime.config import spelled
+
+ONE_GPU = "it runs on one GPU: use 1"
+CPU_NEEDS_EAGER = (
+    "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide anything; "
+    "add --enforce-eager"
+)
+
 REFUSAL_VARIABLE = "PREFETCH_RUNTIME_REFUSAL"
 """Environment variable: a file that the first refusal is written to, in one line."""
+
+
+def unsupported(option: str, remedy: str) -> str:
+    """That an option of vLLM rules the cache out, and what to do."""
+    return f"the expert cache ({spelled('slots_per_layer')}) does not support {option}; {remedy}"
 
 
 @contextmanager

@@ -422,8 +422,8 @@ class Scheduler:
 
         for wave in staged[:2]:
             start(wave)
-        # Residents and newcomers are one wave: in a step that decodes, a wave costs the host about
-        # a millisecond and the device a tenth of one.
+        # Residents and newcomers are one wave: with one of their own for the residents, steps that
+        # decode took as long or longer (benchmarks/README.md), though their copies waited less.
         in_slots = plan.placed.size > 0 or not staged
         num_waves = in_slots + len(staged)
         layer.waves += num_waves

@@ -43,7 +43,7 @@ def read_serve_file(path: str) -> ServeFile:
     Raises:
         ConfigError: it is no YAML, or holds settings of the cache where vLLM would not find them.
     """
-    given = {_full_name(str(key)): value for key, value in _mapping_of(path).items()}
+    given = {full_name(str(key)): value for key, value in _mapping_of(path).items()}
     stray = {_SETTINGS[key]: value for key, value in given.items() if key in _SETTINGS}
     key = ADDITIONAL_CONFIG_KEY.replace("_", "-")
     if isinstance(given.get(key), Mapping):
@@ -69,12 +69,16 @@ def read_serve_file(path: str) -> ServeFile:
     )
 
 
-def _full_name(key: str) -> str:
-    """The option that vLLM takes a key for: its parser takes abbreviations."""
-    name = key.replace("_", "-")
+def full_name(option: str) -> str:
+    """The option, without its dashes in front, that vLLM takes a name for, or `name.key`.
+
+    vLLM's parser takes abbreviations; those of the options that matter here are written out.
+    """
+    name = option.replace("_", "-")
+    stem, dot, key = name.partition(".")
     for shortest, full in (("ad", _ADDITIONAL), ("worker-c", _WORKER)):
-        if name.startswith(shortest) and full.startswith(name):
-            return full
+        if stem.startswith(shortest) and full.startswith(stem):
+            return full + dot + key
     return name
 
 

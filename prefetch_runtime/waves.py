@@ -10,7 +10,7 @@ IntArray = npt.NDArray[np.signedinteger]
 
 RING_BYTES = 144 << 20
 """What a ring of 16 experts of 9 MiB weighs (Qwen3-30B-A3B, bf16): each half keeps a PCIe 5 link
-busy for 1.4 ms, longer than the host takes to issue a wave."""
+busy for 1.4 ms."""
 
 LEAST_RING_ROWS = 4
 """Two in each half: where one expert weighs more than a ring should, a wave is still of two."""

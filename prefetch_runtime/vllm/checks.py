@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.policies import POLICY_NAMES
+from prefetch_runtime.refusals import CPU_NEEDS_EAGER, ONE_GPU, unsupported
 
 logger = init_logger(__name__)
 
@@ -32,17 +33,11 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     """
     for option, is_set, remedy in _refusals(vllm_config):
         if is_set:
-            raise UnsupportedError(
-                f"the expert cache ({spelled('slots_per_layer')}) does not support {option}; "
-                f"{remedy}"
-            )
+            raise UnsupportedError(unsupported(option, remedy))
     if current_platform.is_cpu() and (
         vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
     ):
-        raise UnsupportedError(
-            "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide "
-            "anything; add --enforce-eager"
-        )
+        raise UnsupportedError(CPU_NEEDS_EAGER)
     if not vllm_config.model_config.is_moe:
         raise UnsupportedError(
             f"{vllm_config.model_config.model} has no experts (a dense model), so there is nothing "
@@ -216,7 +211,7 @@ def _refusals(vllm_config: VllmConfig) -> Iterable[tuple[str, bool, str]]:
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
     ):
-        yield f"{option} {size}", size > 1, "it runs on one GPU: use 1"
+        yield f"{option} {size}", size > 1, ONE_GPU
     yield "--enable-expert-parallel", parallel.enable_expert_parallel, "leave it out"
     yield (
         "--enable-dbo",
