@@ -1,4 +1,4 @@
-"""What a model's `config.json` rules out, said before vLLM is started."""
+"""What a model's `config.json` and the sizes of its files rule out, said before vLLM starts."""
 
 import json
 from pathlib import Path
