@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from load_memory import DevicePeak
 from reference import OURS, LayerRecorder, differences
 from shapes import LOAD_FORMAT, register_loader, splitting_ops, write_shape
 
@@ -192,11 +193,12 @@ def child(kind: str, model: str, options: argparse.Namespace) -> Iterator[dict[s
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(options.memory_fraction if is_cache else 1.0)
     row: dict[str, Any] = {"engine": kind}
+    peak = DevicePeak(torch.cuda.max_memory_allocated)
     started = time.perf_counter()
     llm = LLM(**engine_arguments(kind, model, options))
     try:
         row["load_s"] = time.perf_counter() - started
-        row["peak_load_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row["peak_load_gib"] = peak.stop() / 2**30
         yield row
         yield row | _measure(llm, kind, options)
     finally:

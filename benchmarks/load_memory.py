@@ -71,6 +71,37 @@ class Watch:
         self.samples += 1
 
 
+class DevicePeak:
+    """The most device memory that torch held, over resets of its own mark; vLLM resets it.
+
+    Reads torch's mark in a thread, so what rises and is reset within `interval_s` is not seen.
+    """
+
+    def __init__(self, read: Callable[[], int], *, interval_s: float = 0.02) -> None:
+        """`read`: `torch.cuda.max_memory_allocated`."""
+        self._read = read
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._most = 0
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._most = max(self._most, self._read())
+
+    def most(self) -> int:
+        """Bytes, so far."""
+        self._most = max(self._most, self._read())
+        return self._most
+
+    def stop(self) -> int:
+        """Bytes, and no more are read."""
+        self._stopped.set()
+        self._thread.join()
+        return self.most()
+
+
 def risen(before: dict[str, int | None], now: dict[str, int | None]) -> dict[str, int]:
     """How much more is taken than before, field by field, and `host`, what is judged."""
     more = {

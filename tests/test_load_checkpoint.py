@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.load_memory import BAR, Watch, host_memory, judged, risen
+from benchmarks.load_memory import BAR, DevicePeak, Watch, host_memory, judged, risen
 from benchmarks.random_checkpoint import FORMATS, INDEX, write_checkpoint
 from tests.helpers.checkpoints import pack
 
@@ -144,3 +145,11 @@ def test_the_bar_is_over_the_experts_and_one_layer(peak: float, ok: bool) -> Non
     assert judged(row, 4)["ok"] is ok
     del row["gpu_peak_gib"]
     assert judged(row, 4)["ok"] is None
+
+
+def test_the_device_peak_outlives_a_reset_of_torchs_own_mark() -> None:
+    marks = iter([5, 60, 3])
+    peak = DevicePeak(lambda: next(marks, 4), interval_s=0.001)
+    time.sleep(0.1)
+    assert peak.stop() == 60
+    assert next(marks, None) is None
