@@ -184,7 +184,7 @@ def serve(
         settings = {**(file.additional_config.get(ADDITIONAL_CONFIG_KEY) or {}), **settings}
         additional = {**file.additional_config, **additional}
     config = PrefetchConfig.from_mapping(settings)
-    check_model(model, config)
+    check_model(model, config, as_declared=not _overrides_model(passed_on, file))
     if given and not config.enabled and slots is None:
         raise ConfigError(
             f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
@@ -240,6 +240,18 @@ def _refuse_early(passed_on: Sequence[str], *, reads_file: bool) -> None:
     is_eager = any(a.replace("_", "-").startswith("--enforce-e") for a in passed_on)
     if not is_eager and not reads_file and _is_cpu_build():
         raise ConfigError(CPU_NEEDS_EAGER)
+
+
+_MODEL_OPTIONS = ("hf-o", "hf-c", "config-f", "loa")
+"""How vLLM's --hf-overrides, --hf-config-path, --config-format and --load-format begin."""
+
+
+def _overrides_model(passed_on: Sequence[str], file: ServeFile | None) -> bool:
+    """Whether vLLM is told to take something else for the model than its folder says."""
+    names = [_option_name(argument).removeprefix("--") for argument in passed_on]
+    if file is not None:
+        names += file.options
+    return any(name.startswith(_MODEL_OPTIONS) for name in names)
 
 
 def _is_cpu_build() -> bool:

@@ -1,21 +1,24 @@
-"""What a model's `config.json` and the sizes of its files rule out, said before vLLM starts."""
+"""What a model's `config.json` and the headers of its files rule out, said before vLLM starts."""
 
-import json
 from pathlib import Path
 
+from prefetch_runtime.checkpoint_files import damaged_file
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.expert_tensors import misfit
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
 from prefetch_runtime.shapes import SHAPES
 
-_MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, by its format."""
 
-
-def check_model(model: str, config: PrefetchConfig) -> None:
+def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True) -> None:
     """Say now what the worker would say after a minute of start-up.
 
+    Args:
+        as_declared: False where options of vLLM replace what config.json says, or what is loaded;
+            then only the folder is looked for.
+
     Raises:
-        ModelError: no such folder, a file in it that is cut off, or a model without experts.
+        ModelError: no such folder, a file in it that is cut off, experts of other sizes or of
+            another number than declared, or a model without experts.
         ConfigError: a number of slots that the model cannot have.
     """
     declared = read_config(model)
@@ -28,6 +31,8 @@ def check_model(model: str, config: PrefetchConfig) -> None:
                 f"there is no model folder {model!r}, and names on the hub have an owner before "
                 f"them (owner/{model}){hint}"
             )
+        return
+    if not as_declared:
         return
     shape = expert_shape(declared)
     if shape is None:
@@ -42,27 +47,10 @@ def check_model(model: str, config: PrefetchConfig) -> None:
             f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
             f"{shape.num_experts}"
         )
-    damaged = damaged_file(Path(model))
+    folder = Path(model).expanduser()
+    damaged = damaged_file(folder)
     if damaged is not None:
         raise ModelError(f"{damaged} in {model!r} is cut off or damaged; download it again")
-
-
-def damaged_file(folder: Path) -> str | None:
-    """The first safetensors file in a folder whose size is not what its header says, or None."""
-    for path in sorted(folder.glob("*.safetensors")):
-        if not path.is_file():
-            return path.name
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if start > min(size, _MOST_HEADER_BYTES):
-                return path.name
-            try:
-                header = json.loads(file.read(start - 8))
-                ends = [of["data_offsets"][1] for name, of in header.items() if name[0] != "_"]
-                expected = start + max(ends, default=0)
-            except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-                return path.name
-        if expected != size:
-            return path.name
-    return None
+    wrong = misfit(folder, declared)
+    if wrong is not None:
+        raise ModelError(f"{model!r}: {wrong}")

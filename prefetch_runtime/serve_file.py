@@ -35,6 +35,8 @@ class ServeFile:
     model: str | None = None
     worker_cls: str | None = None
     additional_config: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    """Every option that the file gives, without its dashes in front."""
 
 
 def read_serve_file(path: str) -> ServeFile:
@@ -66,6 +68,7 @@ def read_serve_file(path: str) -> ServeFile:
         _text(path, "model", given.get("model")),
         _text(path, _WORKER, given.get(_WORKER)),
         _additional(path, given.get(_ADDITIONAL)),
+        tuple(given),
     )
 
 

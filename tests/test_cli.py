@@ -71,6 +71,23 @@ def dense(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.fixture
+def changed_tiny(tmp_path: Path) -> Callable[..., str]:
+    """Makes a folder with tiny-moe's weights and another config.json."""
+
+    def make(**changes: Any) -> str:
+        folder = tmp_path / "changed"
+        folder.mkdir()
+        for file in Path(TINY).iterdir():
+            (folder / file.name).symlink_to(file)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return str(folder)
+
+    return make
+
+
 def _refused(ran: Ran, *parts: str) -> None:
     assert ran.status == 2
     assert ran.err.startswith("error: ")
@@ -266,6 +283,26 @@ class TestServe:
         _refused(run("serve", HUB, "--moe-expert-cache-size", "8", *arguments), words)
         assert executed == []
 
+    @pytest.mark.parametrize(
+        "option",
+        ["--hf-overrides={}", "--hf_overrides.num_experts=32", "--load-format=dummy", "--load-f=x"],
+    )
+    def test_a_model_that_options_change_is_left_to_vllm(
+        self,
+        option: str,
+        run: Callable[..., Ran],
+        executed: list[list[str]],
+        changed_tiny: Callable[..., str],
+        tmp_path: Path,
+    ) -> None:
+        model = changed_tiny(num_experts=16)
+        slots = ["--moe-expert-cache-size", "24"]
+        _refused(run("serve", model, *slots), "set it between 4 and 16")
+        assert self._command(run, executed, model, *slots, option)[:2] == [model, option]
+        file = tmp_path / "vllm.yaml"
+        file.write_text(option[2:].replace("=", ": "))
+        assert run("serve", model, *slots, "--config", str(file)).status == 0
+
     def test_a_worker_class_of_the_users_is_theirs_without_a_cache(
         self, run: Callable[..., Ran], executed: list[list[str]]
     ) -> None:
@@ -331,6 +368,27 @@ class TestBadInput:
             run(command[0], dense, *command[1:], "--moe-expert-cache-size", "8"),
             "declares no experts (a dense model), so there is nothing to cache; "
             "leave 'slots_per_layer' (--moe-expert-cache-size) out",
+        )
+
+    @BOTH
+    def test_a_checkpoint_of_other_sizes_than_declared(
+        self, command: list[str], changed_tiny: Callable[..., str], run: Callable[..., Ran]
+    ) -> None:
+        model = changed_tiny(moe_intermediate_size=32)
+        _refused(
+            run(command[0], model, *command[1:], "--moe-expert-cache-size", "8"),
+            f"{model!r}: 'model.layers.0.mlp.experts.0.down_proj.weight' in model-00001-of-00002",
+            "is [128, 64], but config.json (32 experts, hidden size 128, moe_intermediate_size 32) "
+            "makes it [128, 32]; they are of two models",
+        )
+        file = Path(model, "model-00001-of-00002.safetensors")
+        data = file.read_bytes()[:-1]
+        file.unlink()
+        file.write_bytes(data)
+        _refused(
+            run(command[0], model, *command[1:], "--moe-expert-cache-size", "8"),
+            "model-00001-of-00002.safetensors in ",
+            "is cut off or damaged; download it again",
         )
 
     @BOTH

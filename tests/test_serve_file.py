@@ -187,7 +187,9 @@ def test_another_file_is_refused(name: str, message: str, tmp_path: Path) -> Non
 def test_json_in_a_string_is_what_vllm_reads(file: Callable[[str], str]) -> None:
     path = file('additional-config: \'{"prefetch_runtime": {"slots_per_layer": 8}}\'\n')
     assert read_serve_file(path) == ServeFile(
-        path, additional_config={"prefetch_runtime": {"slots_per_layer": 8}}
+        path,
+        additional_config={"prefetch_runtime": {"slots_per_layer": 8}},
+        options=("additional-config",),
     )
 
 

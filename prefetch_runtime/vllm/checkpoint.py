@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub as hub
 import torch
 from safetensors import SafetensorError
 
+from prefetch_runtime.checkpoint_files import INDEX, damaged_file
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.model_check import damaged_file
+from prefetch_runtime.expert_tensors import misfit
 from prefetch_runtime.pinned import HostMemoryError
 
 _ALL = -1
@@ -24,6 +26,8 @@ _MAY_BE_ABSENT = ("g_idx", "weight_shape", "qzeros", "bias")
 """Tensors that a format may leave out for all experts together."""
 ONE_EXPERTS = ("gpt_oss_w13", "gpt_oss_w2")
 """Parts under which newer vLLM versions load one expert's whole tensor, of any shape."""
+_READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
+"""Values of vLLM's `--load-format`; others invent weights, or read other files."""
 _FAILURES = (
     AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError, SafetensorError,
 )  # fmt: skip
@@ -132,6 +136,47 @@ class LoadedExperts:
                 f"{_whom(expert)}{more}; it is incomplete, or not of the model and the "
                 "quantisation that its config.json names"
             )
+
+
+def check_sizes(vllm_config: Any) -> bool:
+    """Refuse a checkpoint whose experts are not of the sizes, or the number, that are declared.
+
+    What vLLM's loader cuts to fit is counted nowhere, so the headers of the files are read.
+
+    Returns:
+        False where the files are not here (yet), or are not of a kind that has headers.
+
+    Raises:
+        CheckpointError: names the tensor.
+    """
+    model = vllm_config.model_config
+    folder = _folder_of(vllm_config)
+    if folder is None:
+        return False
+    wrong = misfit(folder, model.hf_text_config.to_dict())
+    if wrong is not None:
+        raise CheckpointError(f"{model.model!r}: {wrong}")
+    return True
+
+
+def _folder_of(vllm_config: Any) -> Path | None:
+    """Where the safetensors files that vLLM reads are, if they are on this machine."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if str(load.load_format) not in _READS_SAFETENSORS:
+        return None
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    for name in (INDEX, "model.safetensors"):
+        try:
+            cached = hub.try_to_load_from_cache(
+                model.model, name, cache_dir=load.download_dir, revision=model.revision
+            )
+        except ValueError:  # no name on the hub
+            return None
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None
 
 
 @contextmanager

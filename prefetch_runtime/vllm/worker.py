@@ -16,7 +16,7 @@ from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.refusals import told
 from prefetch_runtime.trace import save_trace
 from prefetch_runtime.vllm import routed_experts
-from prefetch_runtime.vllm.checkpoint import CheckpointError, explained
+from prefetch_runtime.vllm.checkpoint import CheckpointError, check_sizes, explained
 from prefetch_runtime.vllm.checks import (
     UnsupportedError,
     check_declared_slots,
@@ -89,8 +89,11 @@ class PrefetchWorker(BaseWorker):
         """Load the model; a failure leaves no pinned memory behind."""
         try:
             if self.prefetch_config.enabled:
+                is_here = check_sizes(self.vllm_config)
                 with explained(self.model_config.model):
                     super().load_model(*args, **kwargs)
+                if not is_here:  # it was fetched while it was loaded
+                    check_sizes(self.vllm_config)
             else:
                 super().load_model(*args, **kwargs)
         except BaseException:

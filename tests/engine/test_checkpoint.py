@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from prefetch_runtime.checkpoint_files import damaged_file
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.model_check import damaged_file
 from prefetch_runtime.vllm.checkpoint import (
     ONE_EXPERTS,
     CheckpointError,
     LoadedExperts,
+    check_sizes,
     explained,
     needed_of,
 )
@@ -191,6 +192,51 @@ def test_a_file_of_anything_is_damaged(tmp_path: Path) -> None:
 
 def test_a_name_on_the_hub_has_no_files_here() -> None:
     assert damaged_file(Path("owner/model")) is None
+
+
+def _asked(model: str, **load: Any) -> Any:
+    """The parts of a VllmConfig that say what is loaded."""
+    config = {
+        "model_type": "mixtral",
+        "num_local_experts": 1,
+        "hidden_size": 2,
+        "intermediate_size": 3,
+        "num_hidden_layers": 1,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=model, revision=None, hf_text_config=SimpleNamespace(to_dict=lambda: config)
+        ),
+        load_config=SimpleNamespace(**{"load_format": "auto", "download_dir": None, **load}),
+    )
+
+
+def _mixtral(folder: Path, *shape: int) -> Path:
+    folder.mkdir(parents=True)
+    name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    save_file({name: torch.zeros(shape)}, folder / "model.safetensors")
+    return folder
+
+
+def test_experts_of_another_size_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    assert check_sizes(_asked(str(_mixtral(tmp_path / "good", 3, 2))))
+    wide = str(_mixtral(tmp_path / "wide", 4, 2))
+    message = re.escape(f"{wide!r}: 'model.layers.0.block_sparse_moe.experts.0.w1.weight' in ")
+    with pytest.raises(CheckpointError, match=message):
+        check_sizes(_asked(wide))
+    assert not check_sizes(_asked(wide, load_format="dummy")), "no file is read"
+
+
+def test_a_model_of_the_hub_is_looked_at_where_it_was_fetched_to(tmp_path: Path) -> None:
+    cache = str(tmp_path)
+    assert not check_sizes(_asked("a/b", download_dir=cache)), "not fetched yet"
+    assert not check_sizes(_asked("s3://bucket/model", download_dir=cache)), "no name on the hub"
+    model = tmp_path / "models--a--b"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("1" * 40)
+    _mixtral(model / "snapshots" / ("1" * 40), 4, 2)
+    with pytest.raises(CheckpointError, match=r"'a/b': .* in model.safetensors is "):
+        check_sizes(_asked("a/b", download_dir=cache))
 
 
 def test_a_tensor_that_was_not_taken_is_not_counted() -> None:

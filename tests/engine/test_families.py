@@ -56,13 +56,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another shape": (
         {"change": with_one(MOE.format(0, 3, "w2"), lambda t: t[:, :100])},
-        "w2_weight (down_proj, w2) of expert 3 in the checkpoint is (256, 100) torch.bfloat16, "
-        "but the model's config.json makes it 32768 numbers",
+        "0.block_sparse_moe.experts.3.w2.weight' in model-00002-of-00005.safetensors is "
+        "[256, 100], but config.json (8 experts, hidden size 256, intermediate_size 128) makes it "
+        "[256, 128]; they are of two models",
     ),
     "another number of experts": (
         {"config": {"num_local_experts": 16}},
-        "cannot be loaded: it is damaged, incomplete, or not of the model and the quantisation "
-        "that its config.json names (AssertionError: Tried to load weights of size ",
+        "layer 0 has 8 experts in the checkpoint, but config.json declares 16; they are of two ",
     ),
     "a truncated file": (
         {},
@@ -83,8 +83,14 @@ BROKEN_GPT_OSS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gpt-oss with one expert": (
         {"change": with_one(GPT_OSS.format(1, "down_proj"), lambda t: t[:1])},
-        "layers.1.mlp.experts: w2_weight in the checkpoint is (1, 256, 128) torch.bfloat16, of 1 "
-        "experts, but the model's config.json makes it 16 experts",
+        "layers.1.mlp.experts.down_proj' in model-00003-of-00005.safetensors is [1, 128, 256], but "
+        "config.json (16 experts, hidden size 256, intermediate_size 128) makes it [16, 128, 256]",
+    ),
+    # Whose loader would take the part that fits, and serve it.
+    "gpt-oss with wider experts": (
+        {"change": with_one(GPT_OSS.format(2, "gate_up_proj"), lambda t: t.repeat(1, 1, 2))},
+        "layers.2.mlp.experts.gate_up_proj' in model-00004-of-00005.safetensors is [16, 256, 512], "
+        "but config.json (16 experts, hidden size 256, intermediate_size 128) makes it ",
     ),
     "gpt-oss with a layer of another format": (
         {"change": one_layer_in_mxfp4},
