@@ -5,6 +5,7 @@ from pathlib import Path
 from prefetch_runtime.checkpoint_files import damaged_file
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.expert_tensors import misfit
+from prefetch_runtime.model_refusals import refused_family, refused_line, why_refused
 from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
 from prefetch_runtime.shapes import SHAPES
 
@@ -18,7 +19,7 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
 
     Raises:
         ModelError: no such folder, a file in it that is cut off, experts of other sizes or of
-            another number than declared, or a model without experts.
+            another number than declared, a model without experts, or one that the cache refuses.
         ConfigError: a number of slots that the model cannot have.
     """
     declared = read_config(model)
@@ -35,6 +36,9 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
     if not as_declared:
         return
     shape = expert_shape(declared)
+    refused = refused_family(declared) if shape is None else why_refused(declared)
+    if refused is not None:
+        raise ModelError(refused_line(refused))
     if shape is None:
         raise ModelError(
             f"{model!r} declares no experts (a dense model), so there is nothing to cache; "

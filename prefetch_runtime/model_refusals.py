@@ -1,6 +1,7 @@
 """Which models the cache refuses, as far as their `config.json` tells, before vLLM is started."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prefetch_runtime.model_shape import NUM_EXPERTS, first_int, sources
@@ -35,12 +36,43 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 """Group sizes that vLLM gives to Marlin; what it does not, it runs in a kernel that is refused."""
 
 
+SAME_AS = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
+"""Other names of a `quant_method` in vLLM."""
+PER_LAYER = ("auto-round", "fbgemm_fp8", "fp_quant", "inc", "torchao")
+"""Values of `quant_method` of which vLLM decides layer by layer, or leaves the experts alone."""
+
+SKIPPED_MODULES = (
+    "modules_to_not_convert",
+    "ignore",
+    "ignored_layers",
+    "exclude_modules",
+    "exclude",
+)
+"""Keys of a `quantization_config` under which stands what is not quantised."""
+_EXPERTS = re.compile(r"(?<!shared_)expert|mlp\W*$")
+"""In the name or pattern of modules: experts may be among them."""
+
+
+def refused_line(why: str) -> str:
+    """How a refusal is said, `why` being `why_refused`'s."""
+    return f"the cache refuses this: {why}"
+
+
 def why_refused(config: Mapping[str, Any]) -> str | None:
     """Why the runtime would refuse a model at start, and the nearest that works; None if nothing in
     the config says so. What only a GPU or the weights show is not seen."""
-    parts = sources(dict(config))
-    text = next((part for part in reversed(parts) if first_int(part, *NUM_EXPERTS)), parts[-1])
-    family = text.get("model_type", config.get("model_type"))
+    reason = refused_family(config)
+    quantization = _quantization(config)
+    if reason is not None or quantization is None:
+        return reason
+    text, family = _text(config)
+    reason = _of_format(quantization, text, family)
+    return None if reason is None else f"{reason}; {NEAREST}"
+
+
+def refused_family(config: Mapping[str, Any]) -> str | None:
+    """The same of the model's family alone, whatever its format."""
+    text, family = _text(config)
     if isinstance(family, str) and family in OWN_EXPERTS:
         return (
             f"models of type {family} bring an experts class of their own ({OWN_EXPERTS[family]}), "
@@ -48,11 +80,14 @@ def why_refused(config: Mapping[str, Any]) -> str | None:
         )
     if isinstance(family, str) and family in OWN_KERNEL_CALLS and first_int(text, *NUM_EXPERTS):
         return f"models of type {family} call their expert kernel past vLLM's layer; {ALONE}"
-    quantization = _quantization(config)
-    if quantization is None:
-        return None
-    reason = _of_format(quantization, text, family)
-    return None if reason is None else f"{reason}; {NEAREST}"
+    return None
+
+
+def _text(config: Mapping[str, Any]) -> tuple[dict[str, Any], object]:
+    """What speaks of the experts, and the model's type."""
+    parts = sources(dict(config))
+    text = next((part for part in reversed(parts) if first_int(part, *NUM_EXPERTS)), parts[-1])
+    return text, text.get("model_type", config.get("model_type"))
 
 
 def moe_backend(config: Mapping[str, Any]) -> str | None:
@@ -61,7 +96,7 @@ def moe_backend(config: Mapping[str, Any]) -> str | None:
     quantization = _quantization(config)
     if quantization is None:
         return None
-    weights, activations = _groups(quantization)
+    weights, activations = next(iter(_groups(quantization)), ({}, {}))
     if quantization.get("quant_method") == "fp8":
         scales_the_batch = (
             quantization.get("weight_block_size") is None
@@ -84,25 +119,51 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _groups(quantization: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Weights and activations of compressed-tensors' first group, empty where there are none."""
+def skipped_modules(quantization: Mapping[str, Any]) -> Iterator[str]:
+    """Names and patterns of what a `quantization_config` says is not quantised."""
+    for key in SKIPPED_MODULES:
+        names = quantization.get(key)
+        if isinstance(names, list):
+            yield from map(str, names)
+
+
+def _groups(
+    quantization: Mapping[str, Any],
+) -> Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Weights and activations of compressed-tensors' groups, those that may hold experts."""
     groups = quantization.get("config_groups")
-    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    if not isinstance(first, dict):
-        return {}, {}
-    weights, activations = first.get("weights"), first.get("input_activations")
-    return (
-        weights if isinstance(weights, dict) else {},
-        activations if isinstance(activations, dict) else {},
-    )
+    found = []
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if not isinstance(group, dict) or not _may_hold_experts(group.get("targets")):
+            continue
+        weights, activations = group.get("weights"), group.get("input_activations")
+        found.append(
+            (
+                weights if isinstance(weights, dict) else {},
+                activations if isinstance(activations, dict) else {},
+            )
+        )
+    return found
+
+
+def _may_hold_experts(targets: object) -> bool:
+    if not isinstance(targets, list):
+        return True
+    return any(target == "Linear" or _EXPERTS.search(str(target)) for target in targets)
 
 
 def _of_format(
     quantization: Mapping[str, Any], text: Mapping[str, Any], family: object
 ) -> str | None:
+    if any(_EXPERTS.search(name) for name in skipped_modules(quantization)):
+        return None  # all of them, or some: the worker sees each layer's
     method = quantization.get("quant_method")
+    if isinstance(method, str):
+        method = SAME_AS.get(method, method)
     match method:
         case None | "fp8":
+            return None
+        case str() if method in PER_LAYER:
             return None
         case "mxfp4":
             if family == "gpt_oss":
@@ -136,13 +197,18 @@ def _of_marlin(method: str, quantization: Mapping[str, Any], text: Mapping[str, 
 
 
 def _of_compressed_tensors(quantization: Mapping[str, Any]) -> str | None:
-    weights, activations = _groups(quantization)
+    """Why none of the groups that may hold the experts would be served."""
+    reasons = [_of_group(weights, activations) for weights, activations in _groups(quantization)]
+    return None if None in reasons else next(iter(reasons), None)
+
+
+def _of_group(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> str | None:
     bits, kind = weights.get("num_bits"), str(weights.get("type"))[:10]
     if type(bits) is not int:  # the sizes' own error
         return None
     name = f"compressed-tensors {kind} {bits} bits"
     if kind == "float":
-        if bits == 8 and weights.get("strategy") in ("tensor", "channel", "block"):
+        if bits == 8 and weights.get("strategy") in (None, "tensor", "channel", "block"):
             return None
         return f"{name} (NVFP4, MXFP4, MXFP8) experts have no kernel that it serves"
     if bits not in (4, 8):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prefetch_runtime.model_refusals import NEAREST
+from prefetch_runtime.model_refusals import NEAREST, SAME_AS, skipped_modules
 from prefetch_runtime.model_shape import (
     NUM_EXPERTS,
     TOP_K,
@@ -275,19 +275,16 @@ def _formats(
         raise ModelError("the config.json has a quantization_config that is no object")
     experts = _quantised(quantization)
     notes.append(f"{experts.name}: sizes as in the checkpoint; kernels may pad or repack them")
-    skipped = [
-        name
-        for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-        if isinstance(quantization.get(key), list)
-        for name in quantization[key]
-    ]
-    if experts.name == "mxfp4" or any("attn" in str(name) for name in skipped):
+    skipped = skipped_modules(quantization)
+    if experts.name == "mxfp4" or any("attn" in name for name in skipped):
         return experts, plain
     return experts, experts
 
 
 def _quantised(quantization: dict[str, Any]) -> _Format:
     method = quantization.get("quant_method")
+    if isinstance(method, str):
+        method = SAME_AS.get(method, method)
     group = _optional(quantization, "group_size")
     match method:
         case "fp8":

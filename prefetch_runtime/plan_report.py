@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefetch_runtime.doctor import Machine, Report
+from prefetch_runtime.model_refusals import refused_line
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
 from prefetch_runtime.plan import SEGMENT_HOST_US, UTILIZATION, Plan, Planner, rounded
@@ -69,7 +70,7 @@ def assumptions(planners: Sequence[Planner]) -> dict[str, str]:
 
 def print_refusal(why: str) -> None:
     """That the runtime would not start with a model."""
-    out.print(f"the cache refuses this: {why}", markup=False, style="bold")
+    out.print(refused_line(why), markup=False, style="bold")
 
 
 def print_plan(

@@ -16,6 +16,7 @@ import prefetch_runtime
 from prefetch_runtime import cli, cli_trace
 from prefetch_runtime.config import CLI_SPELLING, POLICIES, PREDICTORS, PrefetchConfig
 from prefetch_runtime.demo import PROMPTS, DemoResult
+from prefetch_runtime.model_refusals import NEAREST
 from prefetch_runtime.offline import WORKER_CLS, Generation, GenerationError
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.trace import load_trace, save_trace
@@ -325,6 +326,7 @@ class TestBadInput:
         monkeypatch.setattr(os, "execv", start)
         monkeypatch.setattr(cli, "generate", start)
         monkeypatch.setattr(cli, "run_demo", start)
+        monkeypatch.setattr(cli_trace, "generate", start)
 
     @BOTH
     @pytest.mark.parametrize(
@@ -368,6 +370,46 @@ class TestBadInput:
             run(command[0], dense, *command[1:], "--moe-expert-cache-size", "8"),
             "declares no experts (a dense model), so there is nothing to cache; "
             "leave 'slots_per_layer' (--moe-expert-cache-size) out",
+        )
+
+    def _all_refuse(self, run: Callable[..., Ran], model: str, line: str) -> None:
+        """`plan` says it, and what would start vLLM says the same in its place."""
+        slots = ["--moe-expert-cache-size", "8"]
+        assert line in " ".join(run("plan", model, "--gpu-gib", "24").out.split())
+        _refused(run("serve", model, *slots), line)
+        _refused(run("generate", model, "-p", "x", *slots), line)
+        _refused(run("trace", model, "-p", "x", "--out", "x.npz", *slots), line)
+        _refused(run("demo", "--model", model), line)
+
+    def test_a_format_that_the_cache_refuses(
+        self,
+        changed_tiny: Callable[..., str],
+        run: Callable[..., Ran],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(os, "execv", lambda *_: None)
+        quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        model = changed_tiny(quantization_config=quantization)
+        self._all_refuse(
+            run,
+            model,
+            "the cache refuses this: experts in modelopt's NVFP4 have no kernel that it serves; "
+            f"{NEAREST}",
+        )
+        assert run("serve", model).status == 0, "vLLM alone may"
+
+    def test_a_family_with_experts_of_its_own(
+        self, tmp_path: Path, run: Callable[..., Ran]
+    ) -> None:
+        experts = {"moe_num_experts": 16, "moe_top_k": 4, "ffn_hidden_size": 10752}
+        dbrx = {"model_type": "dbrx", "d_model": 6144, "n_layers": 40, "ffn_config": experts}
+        (tmp_path / "config.json").write_text(json.dumps(dbrx))
+        self._all_refuse(
+            run,
+            str(tmp_path),
+            "the cache refuses this: models of type dbrx bring an experts class of their own "
+            "(DbrxExperts), which it cannot replace; serve it with plain vllm serve, without the "
+            "cache",
         )
 
     @BOTH

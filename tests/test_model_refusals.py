@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from prefetch_runtime.model_refusals import MARLIN_GROUPS, NEAREST, moe_backend, why_refused
+from prefetch_runtime.model_refusals import (
+    MARLIN_GROUPS,
+    NEAREST,
+    moe_backend,
+    refused_family,
+    why_refused,
+)
 from prefetch_runtime.shapes import SHAPES
 from tests.helpers.checkpoints import FORMATS
 from tests.helpers.model_configs import GPT_OSS_20B, QWEN3_30B
@@ -74,6 +80,50 @@ def test_a_format_without_a_kernel_is_refused_with_the_nearest(
     assert why.endswith(NEAREST)
 
 
+NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+INT4 = {"num_bits": 4, "type": "int", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "gptq_marlin", "bits": 4, "group_size": 128},
+        {"quant_method": "auto_awq", "bits": 4, "group_size": 128},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128},
+        {"quant_method": "torchao"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.*.mlp.experts*"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["*mlp*"]},
+        {"quant_method": "quark", "exclude": ["re:.*experts.*"]},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": NVFP4},
+                "group_1": {"targets": ["re:.*experts.*"], "weights": INT4},
+            },
+        },
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"targets": ["re:.*self_attn.*"], "weights": NVFP4}},
+        },
+    ],
+    ids=json.dumps,
+)
+def test_what_may_be_served_is_left_to_the_worker(quantization: dict[str, Any]) -> None:
+    assert why_refused(_with(quantization)) is None
+
+
+@pytest.mark.parametrize(
+    "skipped", [["lm_head"], ["re:.*mlp[.]gate$"], ["model.layers.0.mlp.shared_expert"], "experts"]
+)
+def test_what_else_is_not_quantised_does_not_matter(skipped: Any) -> None:
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": skipped}
+    assert "NVFP4" in str(why_refused(_with(quantization)))
+    group = {"targets": ["Linear"], "weights": NVFP4}
+    groups = {"group_0": group, "group_1": {"targets": ["re:.*attn.*"], "weights": INT4}}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
+    assert "float 4 bits" in str(why_refused({**_with(quantization), "ignore": skipped}))
+
+
 def test_a_hidden_size_that_marlin_does_not_take_is_refused() -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     assert "multiple of 128" in str(why_refused(_with(gptq, hidden_size=2880)))
@@ -90,6 +140,9 @@ def test_a_hidden_size_that_marlin_does_not_take_is_refused() -> None:
 )
 def test_a_family_that_goes_past_vllms_layer_is_refused(config: dict[str, Any]) -> None:
     assert "serve it with plain vllm serve" in str(why_refused(config))
+    assert refused_family(config) == why_refused(config)
+    quantised = {**QWEN3_30B.config, "quantization_config": {"quant_method": "gguf"}}
+    assert refused_family(quantised) is None
 
 
 @pytest.mark.parametrize("quantization", ["fp8", {}, {"quant_method": "gptq"}, None], ids=repr)

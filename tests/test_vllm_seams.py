@@ -606,7 +606,7 @@ class TestConfiguration:
         require(
             vllm, "config/vllm.py", "VllmConfig",
             "additional_config", "cache_config", "compilation_config", "lora_config",
-            "model_config", "offload_config", "parallel_config", "scheduler_config",
+            "load_config", "model_config", "offload_config", "parallel_config", "scheduler_config",
             "speculative_config", "weight_transfer_config",
         )  # fmt: skip
 
@@ -623,8 +623,9 @@ class TestConfiguration:
         "ModelConfig": (
             "config/model.py",
             "model is_moe enable_sleep_mode dtype max_model_len get_num_kv_heads get_head_size "
-            "get_num_layers",
+            "get_num_layers hf_config hf_text_config revision",
         ),
+        "LoadConfig": ("config/load.py", "load_format download_dir"),
         "CacheConfig": ("config/cache.py", "gpu_memory_utilization kv_cache_memory_bytes"),
         "SchedulerConfig": ("config/scheduler.py", "max_num_batched_tokens max_num_seqs"),
     }
@@ -633,6 +634,20 @@ class TestConfiguration:
     def test_what_is_read_of_its_parts(self, name: str, vllm: Source) -> None:
         path, wanted = self.PARTS[name]
         require(vllm, path, name, *wanted.split())
+
+    def test_which_files_of_a_folder_are_read(self, vllm: Source) -> None:
+        # `checkpoint_files.py` and `check_sizes` know this much.
+        prepare = text_of(
+            vllm.function("model_executor/model_loader/default_loader.py", "_prepare_weights",
+                          "DefaultModelLoader")
+        )  # fmt: skip
+        assert "allow_patterns=['consolidated*.safetensors']" in prepare
+        assert "allow_patterns = ['*.safetensors', '*.bin']" in prepare
+        for load_format in ("safetensors", "fastsafetensors", "instanttensor"):
+            assert f"load_format == '{load_format}'" in prepare
+        utils = "model_executor/model_loader/weight_utils.py"
+        chosen = text_of(vllm.function(utils, "filter_duplicate_safetensors_files"))
+        assert "if f in weight_files_in_index" in chosen
 
     def test_the_compile_cache_knows_our_settings_and_not_the_worker(self, vllm: Source) -> None:
         path = "config/vllm.py"

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.model_refusals import refused_family, refused_line
 from prefetch_runtime.policies import POLICY_NAMES
 from prefetch_runtime.refusals import CPU_NEEDS_EAGER, ONE_GPU, unsupported
 
@@ -38,6 +39,10 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
     ):
         raise UnsupportedError(CPU_NEEDS_EAGER)
+    # DBRX's experts are declared where vLLM does not look for them.
+    refused = refused_family(vllm_config.model_config.hf_config.to_dict())
+    if refused is not None:
+        raise UnsupportedError(refused_line(refused))
     if not vllm_config.model_config.is_moe:
         raise UnsupportedError(
             f"{vllm_config.model_config.model} has no experts (a dense model), so there is nothing "

@@ -196,6 +196,26 @@ class TestModels:
             "leave 'slots_per_layer' (--moe-expert-cache-size) out",
         )
 
+    def test_a_family_with_experts_of_its_own_is_not_called_dense(self, tmp_path: Path) -> None:
+        model = self._folder(
+            tmp_path,
+            architectures=["DbrxForCausalLM"],
+            model_type="dbrx",
+            d_model=64,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=256,
+            vocab_size=256,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000},
+            ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+            torch_dtype="bfloat16",
+        )
+        _refused(
+            _vllm_config(model, skip_tokenizer_init=True),
+            "the cache refuses this: models of type dbrx bring an experts class of their own "
+            "(DbrxExperts), which it cannot replace; serve it with plain vllm serve",
+        )
+
     def test_a_folder_that_is_not_there_is_vllms_own_error(self) -> None:
         with pytest.raises(Exception, match="no-such-model"):
             _vllm_config("/no-such-model")
