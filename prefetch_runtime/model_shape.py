@@ -1,4 +1,5 @@
-"""What a model's `config.json` says about its experts; reads nothing else, runs no code."""
+"""What a model's `config.json` says about its experts, and modelopt's `hf_quant_config.json` about
+their format; reads nothing else, runs no code."""
 
 import json
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 from prefetch_runtime.shapes import SHAPES, published_config
 
 MAX_CONFIG_BYTES = 4 << 20
+QUANT_CONFIG = "hf_quant_config.json"
+"""Where NVIDIA's modelopt, up to 0.29, wrote what later versions write into config.json."""
 
 # What the models that vLLM serves call them.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -38,6 +41,8 @@ class ExpertShape:
 def read_config(model: str) -> dict[str, Any] | None:
     """The `config.json` of a model folder, or None when `model` is a name on a hub.
 
+    Its `quantization_config` is that of `hf_quant_config.json` where only this has one.
+
     Raises:
         ModelError: the folder is missing, has no readable config, or is no model at all.
     """
@@ -45,17 +50,22 @@ def read_config(model: str) -> dict[str, Any] | None:
         path = _config_path(model)
     except (OSError, RuntimeError) as error:  # no such user, no permission, a name too long
         raise ModelError(f"{model!r} cannot be read: {error}") from None
-    return None if path is None else read_config_file(path, f"{model!r}")
+    if path is None:
+        return None
+    beside = path.parent / QUANT_CONFIG
+    return _with_format(
+        read_config_file(path, f"{model!r}"), beside if beside.is_file() else None, f"{model!r}"
+    )
 
 
 def read_config_file(path: Path, whose: str) -> dict[str, Any]:
-    """The object in a `config.json`; `whose` names the model in errors. Raises ModelError."""
+    """The object in a JSON file; `whose` names the model in errors. Raises ModelError."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ModelError(_too_large(str(path)))
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ModelError(f"the config.json of {whose} is not text: {error}") from None
+        raise ModelError(f"the {path.name} of {whose} is not text: {error}") from None
     except OSError as error:
         raise ModelError(f"{whose} cannot be read: {error}") from None
     try:
@@ -69,7 +79,7 @@ def read_config_file(path: Path, whose: str) -> dict[str, Any]:
 
 def load_config(model: str) -> dict[str, Any]:
     """The `config.json` of a model folder, a named shape as it is published, or a model on the hub
-    (nothing else of it is fetched).
+    (nothing else of it is fetched, but the format as in `read_config`).
 
     Raises:
         ModelError: as `read_config`; or an unknown name without an owner; or the hub has no such
@@ -80,7 +90,30 @@ def load_config(model: str) -> dict[str, Any]:
         return config
     if "/" not in model:
         return _named(model)
-    return read_config_file(_fetch(model), f"{model!r}")
+    config = read_config_file(_fetch(model), f"{model!r}")
+    if _names_format(config):
+        return config
+    return _with_format(config, _fetch_format(model), f"{model!r}")
+
+
+def _names_format(config: dict[str, Any]) -> bool:
+    return any(part.get("quantization_config") is not None for part in sources(config))
+
+
+def _with_format(config: dict[str, Any], path: Path | None, whose: str) -> dict[str, Any]:
+    """The config with the format in modelopt's own file, unless it names one itself."""
+    if path is None or _names_format(config):
+        return config
+    found = read_config_file(path, whose)
+    producer, quantization = found.get("producer"), found.get("quantization")
+    if not isinstance(quantization, dict):
+        raise ModelError(f"{path} has no object under quantization")
+    algorithm = quantization.get("quant_algo")
+    # As vLLM reads it. Without an algorithm only the KV cache is quantised.
+    if not isinstance(producer, dict) or producer.get("name") != "modelopt" or algorithm is None:
+        return config
+    format_ = {"quant_method": "modelopt", **quantization, "quant_algo": str(algorithm).upper()}
+    return {**config, "quantization_config": format_}
 
 
 def _named(name: str) -> dict[str, Any]:
@@ -105,13 +138,7 @@ def _fetch(model: str) -> Path:
             "looked up on the hub; install it, or give a folder with the model's config.json"
         ) from None
     try:
-        cached = hub.try_to_load_from_cache(model, "config.json")
-        if isinstance(cached, str):
-            return Path(cached)
-        size = hub.get_hf_file_metadata(hub.hf_hub_url(model, "config.json")).size
-        if size is not None and size > MAX_CONFIG_BYTES:
-            raise ModelError(_too_large(f"the config.json of {model!r}"))
-        return Path(hub.hf_hub_download(model, "config.json"))
+        return _download(hub, model, "config.json")
     except ModelError:
         raise
     except Exception as error:  # the hub's client raises what its HTTP library raises
@@ -120,6 +147,31 @@ def _fetch(model: str) -> Path:
             f"the config.json of {model!r} cannot be had from the hub ({reason}); give a folder "
             "that holds it"
         ) from error
+
+
+def _fetch_format(model: str) -> Path | None:
+    """The same of modelopt's file; None where there is none.
+
+    A hub that cannot be reached has none: a config.json from the cache must do without a network.
+    """
+    import huggingface_hub as hub
+
+    try:
+        return _download(hub, model, QUANT_CONFIG)
+    except ModelError:
+        raise
+    except Exception:  # no such file, or no network
+        return None
+
+
+def _download(hub: Any, model: str, name: str) -> Path:
+    cached = hub.try_to_load_from_cache(model, name)
+    if isinstance(cached, str):
+        return Path(cached)
+    size = hub.get_hf_file_metadata(hub.hf_hub_url(model, name)).size
+    if size is not None and size > MAX_CONFIG_BYTES:
+        raise ModelError(_too_large(f"the {name} of {model!r}"))
+    return Path(hub.hf_hub_download(model, name))
 
 
 def _config_path(model: str) -> Path | None:

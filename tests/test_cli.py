@@ -398,6 +398,15 @@ class TestBadInput:
         )
         assert run("serve", model).status == 0, "vLLM alone may"
 
+    def test_a_format_that_only_modelopts_own_file_names(
+        self, changed_tiny: Callable[..., str], run: Callable[..., Ran]
+    ) -> None:
+        model = changed_tiny()
+        Path(model, "hf_quant_config.json").write_text(
+            '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}'
+        )
+        self._all_refuse(run, model, "the cache refuses this: experts in modelopt's FP8 have no")
+
     def test_a_family_with_experts_of_its_own(
         self, tmp_path: Path, run: Callable[..., Ran]
     ) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -462,8 +463,18 @@ class TestHub:
 
     def test_the_hubs_cache_is_read_first(self, qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
         hub = pytest.importorskip("huggingface_hub")
+        modelopt = Path(qwen, "hf_quant_config.json")
+        modelopt.write_text(
+            '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}'
+        )
         monkeypatch.setattr(hub, "try_to_load_from_cache", lambda _, name: f"{qwen}/{name}")
-        assert load_config(self.NAME) == QWEN3_30B.config
+        assert load_config(self.NAME) == {
+            **QWEN3_30B.config,
+            "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        }
+        Path(qwen, "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+        modelopt.unlink()
+        assert load_config(self.NAME)["quantization_config"] == {"quant_method": "fp8"}
 
     def test_a_config_is_fetched_alone_and_only_if_it_is_small(
         self, qwen: str, monkeypatch: pytest.MonkeyPatch
@@ -478,9 +489,14 @@ class TestHub:
             fetched.append((repo, name))
             return f"{qwen}/config.json"
 
+        def metadata(url: str) -> Metadata:
+            if url.endswith("/hf_quant_config.json"):
+                raise hub.errors.EntryNotFoundError("404")
+            return Metadata(size)
+
         size = MAX_CONFIG_BYTES
         monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
-        monkeypatch.setattr(hub, "get_hf_file_metadata", lambda _: Metadata(size))
+        monkeypatch.setattr(hub, "get_hf_file_metadata", metadata)
         monkeypatch.setattr(hub, "hf_hub_download", download)
         assert load_config(self.NAME) == QWEN3_30B.config
         assert fetched == [(self.NAME, "config.json")]
@@ -488,6 +504,43 @@ class TestHub:
         with pytest.raises(ModelError, match="larger than 4 MiB"):
             load_config(self.NAME)
         assert len(fetched) == 1
+
+    @pytest.mark.parametrize(("size", "fits"), [(MAX_CONFIG_BYTES, True), (1 << 40, False)])
+    def test_modelopts_own_file_is_fetched_only_if_it_is_small(
+        self, size: int, fits: bool, qwen: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+        modelopt = Path(qwen, "hf_quant_config.json")
+        modelopt.write_text(
+            '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "fp8"}}'
+        )
+
+        def cached(_: str, name: str) -> str | None:
+            return f"{qwen}/{name}" if name == "config.json" else None
+
+        monkeypatch.setattr(hub, "try_to_load_from_cache", cached)
+        monkeypatch.setattr(hub, "get_hf_file_metadata", lambda _: SimpleNamespace(size=size))
+        monkeypatch.setattr(hub, "hf_hub_download", lambda _, name: f"{qwen}/{name}")
+        if fits:
+            assert load_config(self.NAME)["quantization_config"]["quant_algo"] == "FP8"
+        else:
+            with pytest.raises(ModelError, match=r"the hf_quant_config.json of .* than 4 MiB"):
+                load_config(self.NAME)
+
+    def test_a_config_from_the_cache_needs_no_network(
+        self, qwen: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+
+        def cached(_: str, name: str) -> str | None:
+            return f"{qwen}/{name}" if name == "config.json" else None
+
+        def fail(_: str) -> None:
+            raise hub.errors.OfflineModeIsEnabled("offline")
+
+        monkeypatch.setattr(hub, "try_to_load_from_cache", cached)
+        monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
+        assert load_config(self.NAME) == QWEN3_30B.config
 
     def test_a_hub_out_of_reach_ends_in_one_line(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch

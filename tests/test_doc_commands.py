@@ -184,6 +184,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return path
 
     monkeypatch.setattr(model_shape, "_fetch", fetch)
+    monkeypatch.setattr(model_shape, "_fetch_format", lambda _: None)
     return replaced
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -111,6 +111,68 @@ class TestReadConfig:
         os.truncate(tmp_path / "config.json", MAX_CONFIG_BYTES + 1)
         with pytest.raises(ModelError, match="larger than 4 MiB: not a model's config"):
             read_config(folder)
+
+    MODELOPT: ClassVar[dict[str, Any]] = {"producer": {"name": "modelopt", "version": "0.29.0"}}
+
+    @pytest.mark.parametrize(
+        ("found", "expected"),
+        [
+            (
+                {"quant_algo": "nvfp4", "group_size": 16, "exclude_modules": ["lm_head"]},
+                {
+                    "quant_method": "modelopt",
+                    "quant_algo": "NVFP4",
+                    "group_size": 16,
+                    "exclude_modules": ["lm_head"],
+                },
+            ),
+            ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
+        ],
+    )
+    def test_the_format_may_be_in_modelopts_own_file(
+        self, found: dict[str, Any], expected: Any, tmp_path: Path
+    ) -> None:
+        folder = _folder(tmp_path, '{"num_experts": 8}')
+        file = tmp_path / "hf_quant_config.json"
+        file.write_text(json.dumps({**self.MODELOPT, "quantization": found}))
+        config = read_config(folder)
+        assert config is not None
+        assert config.get("quantization_config") == expected
+        assert load_config(folder) == config
+        file.write_text(json.dumps({"producer": {"name": "other"}, "quantization": found}))
+        assert read_config(folder) == {"num_experts": 8}, "vLLM does not take it either"
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        ],
+        ids=str,
+    )
+    def test_what_config_json_says_comes_first(
+        self, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        (tmp_path / "hf_quant_config.json").write_text("{")
+        assert read_config(_folder(tmp_path, json.dumps(config))) == config
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "hf_quant_config.json is not valid JSON"),
+            ("[]", "hf_quant_config.json must hold an object"),
+            ("{}", "hf_quant_config.json has no object under quantization"),
+            ('{"quantization": 3}', "hf_quant_config.json has no object under quantization"),
+            ("\udcff", "the hf_quant_config.json of .* is not text"),
+        ],
+    )
+    def test_a_file_of_modelopt_that_is_none_is_named(
+        self, text: str, message: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "hf_quant_config.json"
+        file.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(ModelError, match=message):
+            read_config(_folder(tmp_path, "{}"))
 
     @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model"])
     def test_a_name_that_the_system_refuses_is_an_error_of_ours(self, name: str) -> None:

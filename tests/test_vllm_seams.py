@@ -635,6 +635,16 @@ class TestConfiguration:
         path, wanted = self.PARTS[name]
         require(vllm, path, name, *wanted.split())
 
+    def test_where_modelopts_format_is_read(self, vllm: Source) -> None:
+        # `model_shape.py` does the same.
+        path = "transformers_utils/config.py"
+        assert "'hf_quant_config.json', revision" in text_of(vllm.function(path, "get_config"))
+        path = "transformers_utils/model_arch_config_convertor.py"
+        name = "_normalize_quantization_config"
+        text = text_of(vllm.function(path, name, "ModelArchConfigConvertorBase"))
+        assert "if producer_name == 'modelopt'" in text
+        assert "modelopt_quant_cfg = quant_cfg.get('quantization', {})" in text
+
     def test_which_files_of_a_folder_are_read(self, vllm: Source) -> None:
         # `checkpoint_files.py` and `check_sizes` know this much.
         prepare = text_of(
