@@ -201,6 +201,33 @@ def expert_shape(config: dict[str, Any]) -> ExpertShape | None:
     return None
 
 
+def most_positions(config: dict[str, Any]) -> int | None:
+    """Tokens that vLLM lets a sequence have at most, or more; None where the config does not say.
+
+    What rope scaling adds is counted as vLLM counts it, or too high.
+    """
+    text = next((p for p in reversed(sources(config)) if first_int(p, *NUM_EXPERTS)), None)
+    declared = None if text is None else first_int(text, "max_position_embeddings")
+    if text is None or declared is None:
+        return None
+    most = max(declared, first_int(text, "model_max_length") or 0)
+    found = [text.get("rope_scaling"), text.get("rope_parameters")]
+    for rope in found:
+        if not isinstance(rope, dict):
+            continue
+        found += rope.values()  # newer configs have one for each type of layer
+        factor, kind = rope.get("factor"), rope.get("rope_type", rope.get("type"))
+        if (
+            not isinstance(factor, int | float)
+            or not factor > 0
+            or kind in ("su", "longrope", "llama3")
+        ):
+            continue
+        original = first_int(rope, "original_max_position_embeddings") or declared
+        most = max(most, int(min(original * factor, 1 << 31)))
+    return most
+
+
 def sources(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a config may speak of the language model: at the top, or in a part of its own."""
     text = config.get("text_config")

@@ -24,8 +24,10 @@ from prefetch_runtime.bench.cases import (
     Case,
     Layers,
     cases_of,
+    check_lengths,
     divide_layers,
     engine_spec,
+    needed_tokens,
     refusal,
 )
 from prefetch_runtime.bench.child import Outcome, plain, run_process
@@ -98,10 +100,31 @@ class TestConfiguration:
         [
             ({"batchs": [1]}, "unknown setting 'batchs'; did you mean 'batches'"),
             ({"batches": []}, "batches: name at least one"),
-            ({"batches": [0]}, r"batches\.0: .*greater than or equal to 1"),
+            ({"batches": [1, 0]}, "batches: value 2 must be at least 1, got 0$"),
             ({"batches": [2048]}, "2048 is more than 1024"),
             ({"batches": [1, 1]}, "named twice"),
-            ({"batches": "1"}, "batches: .*list"),
+            ({"batches": "1"}, r"batches: must be a list in \[ \], got '1'$"),
+            ({"staging_slots": 1}, "staging_slots: must be at least 2 or 'auto', got 1$"),
+            ({"staging_slots": 9999}, "staging_slots: must be at most 1024 or 'auto', got 9999$"),
+            ({"staging_slots": "x"}, "staging_slots: must be a whole number or 'auto', got 'x'$"),
+            ({"prefetch_budget_mib": -1}, "must be at least 0 or 'auto', got -1$"),
+            ({"prefetch_budget_mib": []}, "must be a number or 'auto', got "),
+            ({"slots": [8, 1.5]}, "slots: value 2 must be a number of experts or a share such as "),
+            ({"slots_of": {"full": 8}}, r"slots_of.full: must be a list in \[ \], got 8$"),
+            ({"slots_of": {"full": [[]]}}, "slots_of.full: value 1 must be a number of experts or"),
+            ({"limits_s": {"full": -1}}, "limits_s.full: must be more than 0, got -1$"),
+            ({"limits_s": 3}, "limits_s: must be a table, a line `name = value` for each, got 3$"),
+            ({"seconds_per_batch": float("inf")}, "must be a finite number, got inf$"),
+            ({"new_tokens": True}, "new_tokens: must be a whole number, got true$"),
+            ({"prompt_tokens": 1 << 21}, "prompt_tokens: must be at most 1048576, got 2097152$"),
+            ({"compile": "yes"}, "compile: must be true or false, got 'yes'$"),
+            ({"dtype": "fp8"}, "dtype: must be 'auto', 'bfloat16', .*, got 'fp8'$"),
+            ({"model": ""}, "model: must not be empty, got ''$"),
+            ({"model": "x" * 1001}, "model: must be at most 1000 characters long, got 'xxx"),
+            ({"routing": 3}, "routing: must be text in quotes, got 3$"),
+            ({"engines": ["full", 3]}, "engines: value 2 must be text in quotes, got 3$"),
+            ({"servers": [{}]}, "servers: name of server 1 is missing$"),
+            ({"servers": [3]}, "servers: server 1 must be a table, .*, got 3$"),
             ({"slots": ["25 percent"]}, "neither a number of experts nor a share"),
             ({"slots": ["0%"]}, "neither a number"),
             ({"slots": [-1]}, "neither a number"),
@@ -115,7 +138,14 @@ class TestConfiguration:
             ({"slots_of": {"ful": [1]}}, "did you mean 'full'"),
             ({"slots_of": {"uva-all": [1]}}, "'uva-all' has no slots to choose"),
             ({"trust_remote_code": True}, "unknown setting 'trust_remote_code'"),
-            ({"servers": [{"name": "a", "url": "file:///etc/passwd", "model": "m"}]}, "url"),
+            (
+                {"servers": [{"name": "a", "url": "file:///etc/passwd", "model": "m"}]},
+                "servers: url of server 1 must look like http://host:port, got 'file:///etc/passwd",
+            ),
+            (
+                {"servers": [{"name": "a", "url": "http://a", "model": "m", "modle": "m"}]},
+                "servers: modle of server 1 is no setting there; did you mean 'model'",
+            ),
         ],
     )
     def test_what_is_wrong_is_named(self, changes: dict[str, Any], message: str) -> None:
@@ -191,7 +221,15 @@ class TestCases:
         assert divide_layers(16, 8) == Layers(3, 2, 2)
         assert divide_layers(16, 0.5) is None
 
-    def spec(self, name: str, slots: int | None, sizes: ModelSizes, **changes: Any) -> Any:
+    def spec(
+        self,
+        name: str,
+        slots: int | None,
+        sizes: ModelSizes,
+        *,
+        positions: int | None = None,
+        **changes: Any,
+    ) -> Any:
         return engine_spec(
             Case(parse_engine(name), slots),
             config_of(**changes),
@@ -202,6 +240,7 @@ class TestCases:
             has_gpu=True,
             routing=None,
             batches=[1],
+            positions=positions,
         )
 
     def test_uva_offloads_what_the_slots_leave_and_no_tensor_more(self, sizes: ModelSizes) -> None:
@@ -250,6 +289,19 @@ class TestCases:
         assert spec["prompt_steps"] >= 32 * 256 / 2048
         needed = 256 + spec["prompt_steps"] + spec["warm"] + spec["new_tokens"]
         assert spec["llm"]["max_model_len"] >= needed + 2
+        assert spec["llm"]["max_model_len"] % 16 == 0
+
+    def test_sequences_that_just_fit_are_no_longer_than_the_model_takes(
+        self, sizes: ModelSizes
+    ) -> None:
+        needed = needed_tokens(config_of())
+        for positions in (needed, needed + 1):
+            llm = self.spec("full", 32, sizes, positions=positions)["llm"]
+            assert llm["max_model_len"] == positions
+            check_lengths(config_of(), positions)
+        check_lengths(config_of(), None)
+        with pytest.raises(ConfigError, match=f"of {needed} tokens .* takes {needed - 1}; lower"):
+            check_lengths(config_of(), needed - 1)
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -828,6 +880,11 @@ class TestSession:
             ({"slots": [4]}, "choose between 8 and 128"),
             ({"routing": "none.npz"}, "routing: "),
             ({"prompt_file": "a.txt"}, "has no tokenizer"),
+            (
+                {"prompt_tokens": 8192},
+                r"prompt_tokens 8192, warm 8 and new_tokens 64 make sequences of 8300 tokens \(36 "
+                r"for steps that read the prompts of batch 8\), but 'qwen3-30b-a3b' takes 8192;",
+            ),
             ({"model": TINY, "layers": None, "slots": [8], "prompt_file": "x"}, "no file 'x'"),
         ],
     )
@@ -1200,7 +1257,10 @@ class TestCommand:
             (["--model", "qwen3-30b-a3b", "--minutes", "-1"], "--minutes must be positive"),
             (["--model", "qwen3-30b-a3b", "--engines", "ful"], "did you mean 'full'"),
             (["--model", "qwen3-30b-a3b", "--slots", "few"], "neither a number of experts"),
-            (["--model", "qwen3-30b-a3b", "--batches", "x"], "batches.0"),
+            (
+                ["--model", "qwen3-30b-a3b", "--batches", "x"],
+                "batches: value 1 must be a whole number",
+            ),
             (["--model", "qwen3-30b-a3b", "--out", "/proc/none"], "--out: cannot write"),
             (["--url", "localhost:8000", "--served-model", "m"], "--url must look like"),
             (["--url", "http://localhost:8000"], "--url needs --served-model"),

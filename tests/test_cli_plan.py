@@ -474,6 +474,7 @@ class TestHub:
         }
         Path(qwen, "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
         modelopt.unlink()
+        monkeypatch.setattr(model_shape, "_fetch_format", lambda _: pytest.fail("asked the hub"))
         assert load_config(self.NAME)["quantization_config"] == {"quant_method": "fp8"}
 
     def test_a_config_is_fetched_alone_and_only_if_it_is_small(

@@ -14,6 +14,7 @@ from prefetch_runtime.model_shape import (
     ModelError,
     expert_shape,
     load_config,
+    most_positions,
     read_config,
 )
 from prefetch_runtime.shapes import SHAPES
@@ -178,6 +179,45 @@ class TestReadConfig:
     def test_a_name_that_the_system_refuses_is_an_error_of_ours(self, name: str) -> None:
         with pytest.raises(ModelError, match="cannot be read"):
             read_config(name)
+
+
+class TestPositions:
+    @pytest.mark.parametrize(
+        ("rope", "most"),
+        [
+            ({}, 100),
+            ({"rope_scaling": None}, 100),
+            ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 200),
+            (
+                {
+                    "rope_scaling": {
+                        "type": "yarn",
+                        "factor": 4,
+                        "original_max_position_embeddings": 50,
+                    }
+                },
+                200,
+            ),
+            ({"rope_parameters": {"rope_type": "default"}}, 100),
+            ({"rope_parameters": {"a": {"rope_type": "dynamic", "factor": 3}}}, 300),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, 100),
+            ({"rope_scaling": {"factor": "8"}}, 100),
+            ({"rope_scaling": {"factor": float("nan")}}, 100),
+            ({"rope_scaling": {"factor": float("inf")}}, 1 << 31),
+            ({"model_max_length": 500}, 500),
+        ],
+        ids=str,
+    )
+    def test_what_a_sequence_may_have(self, rope: dict[str, Any], most: int) -> None:
+        config = {"num_experts": 8, "max_position_embeddings": 100, **rope}
+        assert most_positions(config) == most
+        assert most_positions({"text_config": config}) == most
+
+    @pytest.mark.parametrize(
+        "config", [{}, {"num_experts": 8}, {"num_experts": 8, "max_position_embeddings": "x"}]
+    )
+    def test_what_is_not_said_is_not_known(self, config: dict[str, Any]) -> None:
+        assert most_positions(config) is None
 
 
 class TestExpertShape:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.bench.config import BenchConfig, Engine, parse_engine, slot_counts
-from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY
+from prefetch_runtime.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.offline import WORKER_CLS
 
@@ -80,6 +80,38 @@ def divide_layers(num_layers: int, budget: float) -> Layers | None:
     return None if best is None else best[1]
 
 
+def needed_tokens(config: BenchConfig) -> int:
+    """The longest sequence that is sent: prompt, steps that are timed or not, and those in which
+    the prompts of the widest batch are read."""
+    return config.prompt_tokens + _prompt_steps(config) + config.warm + config.new_tokens + 2
+
+
+def _prompt_steps(config: BenchConfig) -> int:
+    widest = max(config.batches)
+    return math.ceil(widest * config.prompt_tokens / config.max_num_batched_tokens) + 2
+
+
+def check_lengths(config: BenchConfig, positions: int | None) -> None:
+    """Refuse sequences that vLLM would refuse of every engine.
+
+    Args:
+        positions: tokens that a sequence of the model may have; None: not known.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    needed = needed_tokens(config)
+    if positions is None or needed <= positions:
+        return
+    reading = needed - config.prompt_tokens - config.warm - config.new_tokens
+    raise ConfigError(
+        f"prompt_tokens {config.prompt_tokens}, warm {config.warm} and new_tokens "
+        f"{config.new_tokens} make sequences of {needed} tokens ({reading} for steps that read the "
+        f"prompts of batch {max(config.batches)}), but {config.model!r} takes {positions}; lower "
+        "one of them"
+    )
+
+
 def refusal(case: Case, *, has_gpu: bool, compiled: bool, sizes: ModelSizes) -> str | None:
     """Why a case is not even started; None: it is."""
     if not has_gpu and case.engine.base in OFFLOADERS:
@@ -110,17 +142,19 @@ def engine_spec(
     has_gpu: bool,
     routing: Path | None,
     batches: list[int],
+    positions: int | None = None,
 ) -> dict[str, Any]:
     """What `vllm/bench_engine.py` is given.
 
     Args:
         model: the folder or hub name that vLLM loads.
         batches: those that are not measured yet.
+        positions: as of `check_lengths`.
     """
-    widest = max(config.batches)
-    prompt_steps = math.ceil(widest * config.prompt_tokens / config.max_num_batched_tokens) + 2
-    longest = config.prompt_tokens + prompt_steps + config.warm + config.new_tokens + 16
-    longest = _BLOCK * math.ceil(longest / _BLOCK)
+    widest, prompt_steps = max(config.batches), _prompt_steps(config)
+    longest = _BLOCK * math.ceil((needed_tokens(config) + 14) / _BLOCK)
+    if positions is not None and needed_tokens(config) <= positions:
+        longest = min(longest, positions)
     llm: dict[str, Any] = {
         "model": model,
         "dtype": config.dtype,

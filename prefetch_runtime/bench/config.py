@@ -202,16 +202,99 @@ class BenchConfig(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            first: Any = error.errors()[0]
-            message = str(first["msg"]).removeprefix("Value error, ")
-            where = ".".join(map(str, first["loc"]))
-            shown = repr(first["input"])[:80]
-            text = f"{where}: {message}, got {shown}" if where else message
-            raise ConfigError(text) from None
+            raise ConfigError(_worded(error)) from None
 
     def limit_of(self, engine: Engine) -> float:
         """Time limit of the engine's cases, in seconds."""
         return self.limits_s.get(engine.name, self.limits_s.get(engine.base, self.limit_s))
+
+
+_UNIONS = ("prefetch_budget_mib", "slots", "slots_of", "staging_slots")
+"""Settings of more than one type: of each, pydantic says in an error of its own why it is not."""
+_NOT_OF_A_SIZE = "must be a number of experts or a share such as '25%'"
+
+
+def _worded(error: ValidationError) -> str:
+    """What is wrong with the first setting that is, as it stands in a file."""
+    errors: list[Any] = error.errors()
+    if not errors[0]["loc"]:  # raised by our own check: already worded
+        return str(errors[0]["msg"]).removeprefix("Value error, ")
+    where = _place(errors[0])
+    reasons = list(dict.fromkeys(_reason(one) for one in errors if _place(one) == where))
+    if where[0] in ("slots", "slots_of") and type(where[-1]) is int:
+        reasons = [_NOT_OF_A_SIZE]
+    alternatives = [reason.removeprefix("must be ") for reason in reasons[1:]]
+    text = f"{_spelled(where)} {' or '.join([reasons[0], *alternatives])}"
+    if errors[0]["type"] in ("missing", "extra_forbidden"):
+        return text
+    return f"{text}, got {_shown(errors[0]['input'])}"
+
+
+def _place(error: Any) -> tuple[str | int, ...]:
+    """Key, and keys or numbers within it, without the type that was tried."""
+    loc: tuple[str | int, ...] = error["loc"]
+    is_type = re.fullmatch(r"(constrained-)?(int|float|str)|literal\[.*\]", str(loc[-1]))
+    return loc[:-1] if loc[0] in _UNIONS and type(loc[-1]) is str and is_type else loc
+
+
+def _spelled(where: tuple[str | int, ...]) -> str:
+    """A place as `limits_s.full:`, `batches: value 2` or `servers: url of server 1`."""
+    key, *rest = where
+    if key == "servers" and rest:
+        server = f"server {int(rest[0]) + 1}"
+        return f"servers: {rest[1]} of {server}" if len(rest) > 1 else f"servers: {server}"
+    number = f" value {int(rest.pop()) + 1}" if rest and type(rest[-1]) is int else ""
+    return f"{'.'.join(map(str, (key, *rest)))}:{number}"
+
+
+def _reason(error: Any) -> str:
+    """What a value must be, in the words of a TOML file."""
+    limits = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal":
+            return f"must be at least {_number(limits['ge'])}"
+        case "less_than_equal":
+            return f"must be at most {_number(limits['le'])}"
+        case "greater_than":
+            return f"must be more than {_number(limits['gt'])}"
+        case "int_type" | "int_from_float":
+            return "must be a whole number"
+        case "float_type":
+            return "must be a number"
+        case "finite_number":
+            return "must be a finite number"
+        case "string_type":
+            return "must be text in quotes"
+        case "string_too_short":
+            return "must not be empty"
+        case "string_too_long":
+            return f"must be at most {limits['max_length']} characters long"
+        case "string_pattern_mismatch":
+            return "must look like http://host:port"
+        case "bool_type":
+            return "must be true or false"
+        case "list_type":
+            return "must be a list in [ ]"
+        case "dict_type" | "model_type":
+            return "must be a table, a line `name = value` for each"
+        case "literal_error":
+            return f"must be {limits['expected']}"
+        case "missing":
+            return "is missing"
+        case "extra_forbidden":
+            return f"is no setting there; {_suggest(str(error['loc'][-1]), _OF_A_SERVER)}"
+    return str(error["msg"])
+
+
+def _number(limit: float) -> str:
+    return str(int(limit) if limit == int(limit) else limit)
+
+
+_OF_A_SERVER = tuple(Server.model_fields)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)[:80]
 
 
 def load_config_file(path: Path) -> dict[str, Any]:

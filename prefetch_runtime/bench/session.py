@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.bench import servers
-from prefetch_runtime.bench.cases import Case, cases_of, engine_spec, refusal
+from prefetch_runtime.bench.cases import Case, cases_of, check_lengths, engine_spec, refusal
 from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, end_all, run_case
 from prefetch_runtime.bench.config import BenchConfig
 from prefetch_runtime.bench.environment import has_gpu, identity
@@ -29,7 +29,7 @@ from prefetch_runtime.bench.results import (
 )
 from prefetch_runtime.bench.routing import make_routing, rates_for, save_routing
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.model_shape import load_config
+from prefetch_runtime.model_shape import load_config, most_positions
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.plan import Gpu, Planner, Workload
 from prefetch_runtime.shapes import SHAPES, shape_config
@@ -113,6 +113,9 @@ class Session:
         self.declared = _model_config(config) if config.engines else {}
         sizes = model_sizes(self.declared) if config.engines else None
         self.cases = [] if sizes is None else cases_of(config, sizes)
+        self._positions = most_positions(self.declared)
+        if self.cases:
+            check_lengths(config, self._positions)
         self.trace: Trace | None = None if sizes is None else make_routing(config, sizes)
         self._sizes = sizes
         _check_prompts(config)
@@ -391,6 +394,7 @@ class Session:
             has_gpu=self._gpu,
             routing=Path("given") if self.trace is not None and routing is None else routing,
             batches=batches,
+            positions=self._positions,
         )
         return spec
 
