@@ -238,14 +238,14 @@ def _table(results: list[SimulationResult]) -> Table:
     for column in ("hits", "Belady", "recall", "stall", "useful", "late", "wasted"):
         table.add_column(column, justify="right")
     for result in results:
-        bound = result.belady_hit_rate
+        bound, recall = result.belady_hit_rate, result.recall_among_misses
         table.add_row(
             str(result.settings.num_slots),
             result.settings.policy,
             result.settings.predictor,
             f"{result.hit_rate:.1%}",
             "" if bound is None else f"{bound:.1%}",
-            f"{result.recall_among_misses:.0%}",
+            "-" if recall is None else f"{recall:.0%}",
             f"{result.stall_us_per_step:.0f}",
             *(
                 f"{nbytes / 2**20 / result.num_steps:.2f}"

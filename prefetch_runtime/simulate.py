@@ -142,10 +142,11 @@ class SimulationResult:
         return float(np.mean([layer.hit_rate for layer in self.layers]))
 
     @property
-    def recall_among_misses(self) -> float:
-        """Share of the experts that had to come that the prediction named; 0.0 if none had to."""
+    def recall_among_misses(self) -> float | None:
+        """Share of the experts that had to come that the prediction named; None if none had to, or
+        nothing was predicted."""
         if not self.absent_when_predicted:
-            return 0.0
+            return None
         return self.absent_and_predicted / self.absent_when_predicted
 
     @property
@@ -162,7 +163,7 @@ class SimulationResult:
         return sum(int(getattr(layer, counter)) for layer in self.layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Numbers and text only, for JSON; infinite bandwidth becomes None."""
+        """Numbers and text only, for JSON; None: infinite bandwidth, a rate of nothing."""
         settings = asdict(self.settings)
         if math.isinf(self.settings.link_gbs):
             settings["link_gbs"] = None

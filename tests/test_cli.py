@@ -712,7 +712,10 @@ def test_simulate_says_what_it_assumes_and_which_options_change_it(
     assert trace.next_gate is not None
     parts = {"topk": trace.topk[:32], "sequence": trace.sequence[:32]}
     save_trace(tmp_path / "t.npz", replace(trace, **parts, next_gate=trace.next_gate[:32]))
-    ran = run("simulate", "--trace", str(tmp_path / "t.npz"), "--expert-mib=18", "--link-gbs=25")
+    ran = run("simulate", "--trace", str(tmp_path / "t.npz"), "--predictor=none,next_gate",
+              "--expert-mib=18", "--link-gbs=25")  # fmt: skip
+    rows = [line.split() for line in ran.out.splitlines() if " lru" in line]
+    assert [(row[2], row[5][-1]) for row in rows] == [("none", "-"), ("next_gate", "%")] * 2
     assumed = " ".join(ran.out.partition("assumed: ")[2].split())
     assert "experts of 18 MiB (--expert-mib), a link of 25 GB/s (--link-gbs)" in assumed
     assert "755 us a copy" in assumed

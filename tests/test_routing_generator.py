@@ -128,7 +128,9 @@ def test_layer_dependence_lets_one_layer_tell_about_the_next() -> None:
     def transition_recall(dependence: float) -> float:
         trace = generate_routing(replace(PLAIN, layer_dependence=dependence), 1200)
         settings = SimulationSettings(num_slots=8, predictor="transition", budget_bytes=0)
-        return simulate(trace, settings).recall_among_misses
+        recall = simulate(trace, settings).recall_among_misses
+        assert recall is not None
+        return recall
 
     assert transition_recall(0.95) > transition_recall(0.0) + 0.1
 

@@ -70,10 +70,22 @@ def test_recorded_trace_gives_its_known_hit_rates(
     assert result.total("hits") + result.total("misses") == 4096 * 8 * 4
 
 
+def test_recall_is_nothing_where_nothing_was_predicted_or_had_to_come() -> None:
+    settings = SimulationSettings(num_slots=8)
+    none = simulate(_recorded(64), settings)
+    assert none.recall_among_misses is None
+    assert json.loads(to_json([none]))[0]["recall_among_misses"] is None
+    guessed = simulate(_recorded(64), replace(settings, predictor="previous_token"))
+    assert guessed.recall_among_misses is not None, "0 would be a number"
+    all_there = replace(guessed, absent_when_predicted=0, absent_and_predicted=0)
+    assert all_there.recall_among_misses is None
+
+
 @pytest.mark.parametrize(("widen", "percent"), [(1, 70), (2, 90)])
 def test_next_gate_names_the_known_share_of_what_lru_misses(widen: int, percent: float) -> None:
     settings = SimulationSettings(num_slots=8, predictor="next_gate", widen=widen, budget_bytes=0)
     result = simulate(_recorded(), settings)
+    assert result.recall_among_misses is not None
     assert 100 * result.recall_among_misses == pytest.approx(percent, abs=1)
     assert result.hit_rate == simulate(_recorded(), SimulationSettings(num_slots=8)).hit_rate
     assert result.useful_bytes == result.late_bytes == result.wasted_bytes == 0
