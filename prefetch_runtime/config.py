@@ -77,7 +77,7 @@ class PrefetchConfig(BaseModel):
     speculation does not pay."""
     staging_slots: int | Literal["auto"] = "auto"
     """Experts in the ring, shared by all layers, through which wide steps stream absent experts,
-    2 to 1024; "auto" = as many as weigh 144 MiB, at least 4."""
+    2 to 1024; "auto" = as many as weigh 288 MiB, at least 4."""
     trace_tokens: int = Field(default=0, ge=0, le=1 << 24)
     """Mode "full": room on the device for a trace of so many tokens; the other modes need none."""
     metrics: bool = False

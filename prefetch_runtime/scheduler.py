@@ -127,6 +127,9 @@ class Scheduler:
         self._mode = mode
         self._id_for_padding = id_for_padding
         self._layers: dict[int, LayerCache] = {}
+        self._owed: tuple[LayerCache, IntArray] | None = None
+        """A layer of this step and its ids, all resident, whose hits are noted when the host next
+        waits for the device."""
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], StagingRing] = {}
         self._now = 1
         self._decodes = False
@@ -243,6 +246,7 @@ class Scheduler:
         `decodes`: no request of the step has more than one token, so that what it demands will
         probably be demanded again.
         """
+        self._settle()
         self._now += 1
         self._decodes = decodes
         self._peeked = None
@@ -289,7 +293,24 @@ class Scheduler:
     def _prepare_sent(self, layer: LayerCache, sent: Sent) -> None:
         if self._closed:
             raise RuntimeError(_CLOSED)
-        self._prepare(layer, *self._receive(layer, sent))
+        self._settle()  # the device is still on its way to these ids
+        host_ids, host_guesses = self._receive(layer, sent)
+        if (
+            self._prefetcher is None
+            and layer.layer_idx + 1 in self._layers
+            and layer.table.holds(host_ids)
+        ):
+            # Nothing to copy or publish: the device need not wait while the hits are noted.
+            self._owed = layer, host_ids
+            return
+        self._prepare(layer, host_ids, host_guesses)
+
+    def _settle(self) -> None:
+        """Note the hits that are owed. Before anything else reads or changes a table."""
+        if self._owed is None:
+            return
+        (layer, host_ids), self._owed = self._owed, None
+        self._fetch(layer, host_ids.ravel())
 
     def _prepare(
         self, layer: LayerCache, host_ids: IntArray, host_guesses: IntArray | None
@@ -498,6 +519,7 @@ class Scheduler:
         self, layer: LayerCache, topk_ids: torch.Tensor, guesses: Guesses | None
     ) -> WidePlan:
         """Plan what has room among the slots (`SlotTable.plan_wide`), and start its copies."""
+        self._settle()
         host_ids = self._read(layer, topk_ids, guesses)
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
@@ -539,6 +561,7 @@ class Scheduler:
 
     def layer(self, layer_idx: int) -> LayerCache:
         """One layer's cache; for tests and audits."""
+        self._settle()
         return self._layers[layer_idx]
 
     def _layer(self, layer_idx: int) -> LayerCache:
@@ -557,6 +580,7 @@ class Scheduler:
 
     def stats(self) -> RuntimeStats:
         """The counters as they are now. Waits for the device."""
+        self._settle()
         self._stalls.settle()
         return self.stats_from([tensor.cpu() for tensor in self.counter_tensors()])
 
@@ -585,6 +609,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Empty every slot and restart the counters; what the device still reads stays in place."""
+        self._owed = None
         self._copier.synchronize()
         if self._prefetcher is not None:
             self._prefetcher.clear()
@@ -607,6 +632,7 @@ class Scheduler:
         if self._closed:
             return
         self._closed = True
+        self._owed = None
         # Copies read the host store and write the slots, so they end first.
         if self._prefetcher is not None:
             self._prefetcher.close()

@@ -229,6 +229,18 @@ class SlotTable:
         self.counters.misses += loads.size
         return SlotPlan(hits, loads, load_slots, evicted, late, late_slots, dropped)
 
+    def holds(self, expert_ids: IntArray) -> bool:
+        """Whether every demanded expert is resident, so that `plan` would move nothing. Changes
+        nothing. `expert_ids`: as `plan` takes them, in an array; what is out of range is not held.
+        """
+        ids = expert_ids.ravel()
+        if not ids.size:
+            return True
+        if np.maximum.reduce(ids) >= self.num_experts or np.minimum.reduce(ids) < -1:
+            return False
+        is_absent = self._row[ids] < 0
+        return not is_absent.any() or not (is_absent & (ids >= 0)).any()
+
     def touch(self, expert_ids: npt.ArrayLike, now: int) -> tuple[IdArray, IdArray]:
         """Mark the residents among the demanded experts as used, and bring nothing in.
 

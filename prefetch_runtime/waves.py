@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.signedinteger]
 
-RING_BYTES = 144 << 20
-"""What a ring of 16 experts of 9 MiB weighs (Qwen3-30B-A3B, bf16): each half keeps a PCIe 5 link
-busy for 1.4 ms."""
+RING_BYTES = 288 << 20
+"""What a ring of 32 experts of 9 MiB weighs (Qwen3-30B-A3B, bf16): each half keeps a PCIe 5 link
+busy for 3 ms, longer than a slow host takes to issue a wave."""
 
 LEAST_RING_ROWS = 4
 """Two in each half: where one expert weighs more than a ring should, a wave is still of two."""

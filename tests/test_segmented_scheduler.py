@@ -17,6 +17,7 @@ from prefetch_runtime.audit import audit
 from prefetch_runtime.copier import CopyJob, CopyTicket, HostCopier, create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
 from prefetch_runtime.host_store import HostStore, RecordLayout
+from prefetch_runtime.policies import EMPTY_SCORE
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.scheduler import Guesses, LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
@@ -375,3 +376,54 @@ def test_predict_copy_event_mapping_replay() -> None:
                 assert "mapping" in between, "what has arrived is published before its replay"
             orders.add(tuple(between))
     assert len(orders) > 1
+
+
+def test_hits_are_noted_while_the_device_computes_and_misses_at_once() -> None:
+    actions: list[Callable[[], None]] = []
+    with HostStore() as store:
+        scheduler = Scheduler(
+            copier=create_copier(CPU),
+            host_store=store,
+            device=CPU,
+            mode="segmented",
+            between=actions.append,
+        )
+        tables = []
+        for layer_idx in range(3):
+            layer = store.add_layer(layer_idx, EXPERTS, LAYOUT)
+            store.pin(layer_idx)
+            slots = SlotBuffers(4, LAYOUT, CPU)
+            tables.append(scheduler.add_layer(layer_idx, "", layer, slots).table)
+        ids = torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)
+        for layer_idx in range(3):
+            scheduler.fetch(layer_idx, ids)
+
+        def counted() -> list[tuple[int, int, int]]:
+            return [(t.counters.hits, t.counters.misses, int(t.score.max())) for t in tables]
+
+        def replay(layer_idx: int) -> None:
+            scheduler._reader._room(ids.numel()).copy_(ids.ravel())  # as the segment before it does
+            actions[layer_idx]()
+
+        scheduler.begin_step()
+        for layer_idx in range(3):
+            replay(layer_idx)
+        assert counted() == [(0, 3, 2)] * 3, "copies wait for nothing"
+        scheduler.begin_step()
+        replay(0)
+        assert counted()[0] == (0, 3, 2), "the next segment is launched first"
+        replay(1)
+        assert counted() == [(3, 3, 3), (0, 3, 2), (0, 3, 2)]
+        replay(2)
+        assert counted() == [(3, 3, 3)] * 3, "nothing is owed after a step"
+        scheduler.begin_step()
+        replay(0)  # a step that fails here
+        scheduler.begin_step()
+        assert counted()[0] == (6, 3, 4), "noted at the time of its own step"
+        replay(0)
+        assert scheduler.stats().layers[0].hits == 9
+        replay(0)
+        scheduler.reset()
+        scheduler.begin_step()
+        assert counted()[0] == (0, 0, EMPTY_SCORE)
+        scheduler.close()

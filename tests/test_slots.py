@@ -306,6 +306,26 @@ def test_too_many_experts_name_the_option_and_change_nothing() -> None:
     table.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("ids", "is_held"),
+    [([], True), ([[0, 2], [2, 0]], True), ([0, -1], True), ([-1], True), ([0, 1], False),
+     ([1, -1], False), ([8], False), ([0, -2], False)],
+)  # fmt: skip
+def test_what_is_held_needs_no_move(ids: list[int], is_held: bool) -> None:
+    table = _table()
+    table.plan([0, 2], 1)
+    before = _state(table)
+    assert table.holds(np.array(ids, dtype=np.int32)) is is_held
+    assert _state(table) == before
+
+
+def test_what_is_in_flight_is_not_held() -> None:
+    table = _table()
+    table.plan([0, 2], 1)
+    table.reserve([3], 1, 1)
+    assert not table.holds(np.array([0, 3]))
+
+
 def test_time_must_not_run_backwards() -> None:
     table = _table()
     table.plan([0], 5)

@@ -66,12 +66,12 @@ class TestRowsOfHalf:
     @pytest.mark.parametrize(
         ("expert_bytes", "num_experts", "rows"),
         [
-            (9 << 20, 128, 8),
+            (9 << 20, 128, 16),
             (RING_BYTES // 64, 128, 32),
             (RING_BYTES // 64, 24, 24),
             (336 << 20, 8, 2),
             (336 << 20, 128, 2),
-            (24 << 20, 128, 3),
+            (24 << 20, 128, 6),
             (4096, 1024, 512),
         ],
         ids=[

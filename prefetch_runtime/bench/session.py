@@ -226,7 +226,9 @@ class Session:
                 outcome = replace(outcome, status="not run", reason="interrupted")
             elif outcome.status == "timeout" and self._is_cut(case, limit_s):
                 # Not its own limit but the session's: the next run tries it again.
-                outcome = replace(outcome, status="not run", reason=f"cut short: {outcome.reason}")
+                stage = str(outcome.reason).rpartition(" while ")[2]
+                cut = f"cut short while {stage}: no time was left; run the same command again"
+                outcome = replace(outcome, status="not run", reason=cut)
         with self._one_at_a_time:
             for batch in missing:
                 self._finish(case, batch, keys[batch], outcome)
