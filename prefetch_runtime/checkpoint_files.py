@@ -1,7 +1,7 @@
 """The safetensors files of a model folder: their headers, and which of them vLLM reads."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
         return None
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        if start > min(size, _MOST_HEADER_BYTES):
+        length = int.from_bytes(file.read(8), "little")
+        start = 8 + length
+        if length > _MOST_HEADER_BYTES or start > size:
             return None
         try:
-            header = json.loads(file.read(start - 8))
+            header = json.loads(file.read(length))
             tensors = {name: of for name, of in header.items() if name != "__metadata__"}
             ends = [of["data_offsets"][1] for of in tensors.values()]
             expected = start + max(ends, default=0)
@@ -34,28 +35,50 @@ def read_header(path: Path) -> Mapping[str, Any] | None:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """The first safetensors file in a folder whose size is not what its header says, or None."""
-    return next(
-        (path.name for path in sorted(folder.glob("*.safetensors")) if read_header(path) is None),
-        None,
-    )
+    """The first safetensors file that vLLM reads whose size is not what its header says, or None.
+
+    Other files in the folder may be anything.
+    """
+    found = _found(folder)
+    own_layout = [path for path in found if _is_consolidated(path)]
+    named = None if own_layout else _named_in_index(folder)
+    read = own_layout or [path for path in found if named is None or path.name in named]
+    return next((path.name for path in read if read_header(path) is None), None)
 
 
-def files_read(folder: Path) -> tuple[list[Path], bool]:
+def files_read(folder: Path) -> tuple[Sequence[Path], bool]:
     """The safetensors files that vLLM's default loader reads, and whether surely all are there.
 
     Where an index names files, only those are read. Files of Mistral's own layout come before all
     others; of them nothing is known here.
     """
-    found = sorted(folder.glob("*.safetensors"))
-    if any(path.name.startswith("consolidated") for path in found):
+    found = _found(folder)
+    if any(map(_is_consolidated, found)):
         return [], False
-    index = folder / INDEX
-    if not index.is_file():
+    if not (folder / INDEX).is_file():
         return found, len(found) == 1
-    try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    named = _named_in_index(folder)
+    if named is None:
         return [], False
     read = [path for path in found if path.name in named]
     return read, len(read) == len(named)
+
+
+def _found(folder: Path) -> Sequence[Path]:
+    """As vLLM's glob finds them: without names that start with a dot, as macOS leaves them behind
+    for every file that it copies."""
+    found = folder.glob("*.safetensors")
+    return sorted(path for path in found if not path.name.startswith("."))
+
+
+def _is_consolidated(path: Path) -> bool:
+    return path.name.startswith("consolidated")
+
+
+def _named_in_index(folder: Path) -> set[str] | None:
+    """Names of files in the index; None: there is none, or it cannot be read."""
+    try:
+        text = (folder / INDEX).read_text(encoding="utf-8")
+        return set(json.loads(text)["weight_map"].values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None

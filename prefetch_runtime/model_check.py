@@ -52,9 +52,12 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
             f"{shape.num_experts}"
         )
     folder = Path(model).expanduser()
-    damaged = damaged_file(folder)
+    try:
+        damaged = damaged_file(folder)
+        wrong = None if damaged is not None else misfit(folder, declared)
+    except OSError as error:
+        raise ModelError(f"{model!r} cannot be read: {error}") from None
     if damaged is not None:
         raise ModelError(f"{damaged} in {model!r} is cut off or damaged; download it again")
-    wrong = misfit(folder, declared)
     if wrong is not None:
         raise ModelError(f"{model!r}: {wrong}")

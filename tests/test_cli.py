@@ -780,3 +780,49 @@ def test_a_file_that_is_cut_off_is_named_before_vllm_starts(
     ran = run("serve", str(tmp_path), "--moe-expert-cache-size", "8")
     _refused(ran, "model.safetensors in", "is cut off or damaged")
     assert not executed
+
+
+@pytest.mark.parametrize(
+    ("other", "read"),
+    [
+        ("._model.safetensors", "model.safetensors"),  # macOS leaves one beside every file
+        ("adapter.safetensors", "model.safetensors"),
+        ("model.safetensors", "consolidated.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("content", [b"no header", None])
+def test_files_that_vllm_does_not_read_may_be_anything(
+    other: str,
+    read: str,
+    content: bytes | None,
+    run: Callable[..., Ran],
+    executed: list[list[str]],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text((Path(TINY) / "config.json").read_text())
+    (tmp_path / read).write_bytes((2).to_bytes(8, "little") + b"{}")
+    if content is None:
+        (tmp_path / other).symlink_to(tmp_path / "gone")
+    else:
+        (tmp_path / other).write_bytes(content)
+    if other == "adapter.safetensors":
+        index = json.dumps({"weight_map": {"a": read}})
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    serve = ("serve", str(tmp_path), "--moe-expert-cache-size", "8", "--enforce-eager")
+    assert run(*serve).status == 0
+    assert executed
+    (tmp_path / read).write_bytes(b"cut off")
+    _refused(run(*serve), f"{read} in", "is cut off or damaged")
+
+
+def test_a_file_that_may_not_be_read_is_an_error_in_one_line(
+    run: Callable[..., Ran],
+    executed: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: Path, *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("prefetch_runtime.checkpoint_files.read_header", refuse)
+    _refused(run("serve", TINY, "--moe-expert-cache-size", "8"), "Permission denied")
+    assert not executed
