@@ -64,6 +64,11 @@ def files_read(folder: Path) -> tuple[Sequence[Path], bool]:
     return read, len(read) == len(named)
 
 
+def in_mistrals_layout(folder: Path) -> bool:
+    """Whether vLLM reads `params.json` and not `config.json`."""
+    return (folder / "params.json").is_file() and any(map(_is_consolidated, _found(folder)))
+
+
 def _found(folder: Path) -> Sequence[Path]:
     """As vLLM's glob finds them: without names that start with a dot, as macOS leaves them behind
     for every file that it copies."""

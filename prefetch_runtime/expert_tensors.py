@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.checkpoint_files import files_read, read_header
+from prefetch_runtime.model_refusals import quant_method
 from prefetch_runtime.model_shape import NUM_EXPERTS
 
 _INNER = {
@@ -187,7 +188,7 @@ def _packed(config: Mapping[str, Any]) -> tuple[str, int] | None:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None
-    method, bits = quantization.get("quant_method"), quantization.get("bits")
+    method, bits = quant_method(quantization), quantization.get("bits")
     match method:
         case "gptq":
             usual = quantization.get("checkpoint_format") in (None, "gptq", "gptq_v2")
@@ -203,6 +204,9 @@ def _packed(config: Mapping[str, Any]) -> tuple[str, int] | None:
             (group,) = groups.values()
             weights = group.get("weights") if isinstance(group, dict) else None
             bits = weights.get("num_bits") if isinstance(weights, dict) else None
+            named = [part.get("format") for part in (quantization, group) if isinstance(part, dict)]
+            if any(name not in (None, "pack-quantized") for name in named):
+                return None
         case _:
             return None
-    return (method, bits) if type(bits) is int and bits in (4, 8) else None
+    return (str(method), bits) if type(bits) is int and bits in (4, 8) else None

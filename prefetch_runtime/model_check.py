@@ -1,12 +1,19 @@
 """What a model's `config.json` and the headers of its files rule out, said before vLLM starts."""
 
 from pathlib import Path
+from typing import Any
 
-from prefetch_runtime.checkpoint_files import damaged_file
+from prefetch_runtime.checkpoint_files import damaged_file, in_mistrals_layout
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.expert_tensors import misfit
 from prefetch_runtime.model_refusals import refused_family, refused_line, why_refused
-from prefetch_runtime.model_shape import ModelError, expert_shape, read_config
+from prefetch_runtime.model_shape import (
+    ModelError,
+    expert_shape,
+    find_folder,
+    may_have_experts,
+    read_config,
+)
 from prefetch_runtime.shapes import SHAPES
 
 
@@ -22,10 +29,13 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
             another number than declared, a model without experts, or one that the cache refuses.
         ConfigError: a number of slots that the model cannot have.
     """
+    folder = find_folder(model)
+    if folder is not None and (not as_declared or in_mistrals_layout(folder)):
+        return
     declared = read_config(model)
     if not config.enabled:
         return
-    if declared is None:
+    if folder is None or declared is None:
         if "/" not in model:
             hint = "; it is a shape without weights, for plan and bench" if model in SHAPES else ""
             raise ModelError(
@@ -33,13 +43,18 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
                 f"them (owner/{model}){hint}"
             )
         return
-    if not as_declared:
-        return
+    _check_declared(model, declared, config)
+    _check_files(model, folder, declared)
+
+
+def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig) -> None:
     shape = expert_shape(declared)
     refused = refused_family(declared) if shape is None else why_refused(declared)
     if refused is not None:
         raise ModelError(refused_line(refused))
     if shape is None:
+        if may_have_experts(declared):  # in a place that is not known here
+            return
         raise ModelError(
             f"{model!r} declares no experts (a dense model), so there is nothing to cache; "
             f"leave {spelled('slots_per_layer')} out"
@@ -51,7 +66,9 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
             f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
             f"{shape.num_experts}"
         )
-    folder = Path(model).expanduser()
+
+
+def _check_files(model: str, folder: Path, declared: dict[str, Any]) -> None:
     try:
         damaged = damaged_file(folder)
         wrong = None if damaged is not None else misfit(folder, declared)

@@ -36,7 +36,7 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 """Group sizes that vLLM gives to Marlin; what it does not, it runs in a kernel that is refused."""
 
 
-SAME_AS = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
+_SAME_AS = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
 """Other names of a `quant_method` in vLLM."""
 PER_LAYER = ("auto-round", "fbgemm_fp8", "fp_quant", "inc", "torchao")
 """Values of `quant_method` of which vLLM decides layer by layer, or leaves the experts alone."""
@@ -49,8 +49,20 @@ SKIPPED_MODULES = (
     "exclude",
 )
 """Keys of a `quantization_config` under which stands what is not quantised."""
-_EXPERTS = re.compile(r"(?<!shared_)expert|mlp\W*$")
+_EXPERTS = re.compile(r"(?<!shared_)expert|(?:mlp|moe|feed_forward|ffn)\W*$", re.IGNORECASE)
 """In the name or pattern of modules: experts may be among them."""
+_MATRICES = re.compile(r"\b(?:gate|up|down)\b.*_proj|(?:gate|up|down)_proj|\bw\W?[123]")
+"""The same in a pattern, which does not name all that is before them."""
+_NO_EXPERTS = re.compile(r"att(?:entio)?n|shared_expert")
+
+
+def quant_method(quantization: Mapping[str, Any]) -> object:
+    """The method that a `quantization_config` names, by vLLM's name for it; None: it names none."""
+    method = quantization.get("quant_method")
+    if not isinstance(method, str):
+        return method
+    method = method.lower().replace("_tensors", "-tensors")
+    return _SAME_AS.get(method, method) or None
 
 
 def refused_line(why: str) -> str:
@@ -97,7 +109,7 @@ def moe_backend(config: Mapping[str, Any]) -> str | None:
     if quantization is None:
         return None
     weights, activations = next(iter(_groups(quantization)), ({}, {}))
-    if quantization.get("quant_method") == "fp8":
+    if quant_method(quantization) == "fp8":
         scales_the_batch = (
             quantization.get("weight_block_size") is None
             and quantization.get("activation_scheme", "dynamic") == "dynamic"
@@ -149,17 +161,23 @@ def _groups(
 def _may_hold_experts(targets: object) -> bool:
     if not isinstance(targets, list):
         return True
-    return any(target == "Linear" or _EXPERTS.search(str(target)) for target in targets)
+    return any(target == "Linear" or _may_name_experts(str(target)) for target in targets)
+
+
+def _may_name_experts(modules: str) -> bool:
+    """Whether a name or pattern of modules may be that of experts."""
+    if _EXPERTS.search(modules):
+        return True
+    is_pattern = modules.startswith("re:") or "*" in modules
+    return bool(is_pattern and _MATRICES.search(modules) and _NO_EXPERTS.search(modules) is None)
 
 
 def _of_format(
     quantization: Mapping[str, Any], text: Mapping[str, Any], family: object
 ) -> str | None:
-    if any(_EXPERTS.search(name) for name in skipped_modules(quantization)):
+    if any(map(_may_name_experts, skipped_modules(quantization))):
         return None  # all of them, or some: the worker sees each layer's
-    method = quantization.get("quant_method")
-    if isinstance(method, str):
-        method = SAME_AS.get(method, method)
+    method = quant_method(quantization)
     match method:
         case None | "fp8":
             return None

@@ -10,6 +10,7 @@ from typing import Any
 from prefetch_runtime.shapes import SHAPES, published_config
 
 MAX_CONFIG_BYTES = 4 << 20
+CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
 """Where NVIDIA's modelopt, up to 0.29, wrote what later versions write into config.json."""
 
@@ -23,6 +24,9 @@ TOP_K = (
     "moe_k",
     "top_k_experts",
 )
+
+_TEXT = ("text_config", "llm_config", "language_config")
+"""What multimodal models call the part of their language model."""
 
 
 class ModelError(ValueError):
@@ -46,13 +50,12 @@ def read_config(model: str) -> dict[str, Any] | None:
     Raises:
         ModelError: the folder is missing, has no readable config, or is no model at all.
     """
-    try:
-        path = _config_path(model)
-    except (OSError, RuntimeError) as error:  # no such user, no permission, a name too long
-        raise ModelError(f"{model!r} cannot be read: {error}") from None
-    if path is None:
+    folder = find_folder(model)
+    if folder is None:
         return None
-    beside = path.parent / QUANT_CONFIG
+    path, beside = folder / CONFIG, folder / QUANT_CONFIG
+    if not path.is_file():
+        raise ModelError(f"{model!r} holds no {CONFIG}, so it is no model folder")
     return _with_format(
         read_config_file(path, f"{model!r}"), beside if beside.is_file() else None, f"{model!r}"
     )
@@ -174,18 +177,23 @@ def _download(hub: Any, model: str, name: str) -> Path:
     return Path(hub.hf_hub_download(model, name))
 
 
-def _config_path(model: str) -> Path | None:
-    folder = Path(model)
-    looks_local = model.startswith((".", "/", "~")) or folder.exists() or model.count("/") > 1
-    if not looks_local:
-        return None
-    folder = folder.expanduser()
-    if not folder.is_dir():
-        raise ModelError(f"there is no model folder {model!r}")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{model!r} holds no config.json, so it is no model folder")
-    return path
+def find_folder(model: str) -> Path | None:
+    """The folder that a model is in; None for a name on a hub, or an address in a cloud's storage.
+
+    Raises:
+        ModelError: there is no such folder.
+    """
+    try:
+        folder = Path(model)
+        looks_local = model.startswith((".", "/", "~")) or folder.exists() or model.count("/") > 1
+        if not looks_local or "://" in model:
+            return None
+        folder = folder.expanduser()
+        if not folder.is_dir():
+            raise ModelError(f"there is no model folder {model!r}")
+    except (OSError, RuntimeError) as error:  # no such user, no permission, a name too long
+        raise ModelError(f"{model!r} cannot be read: {error}") from None
+    return folder
 
 
 def _too_large(what: str) -> str:
@@ -230,8 +238,24 @@ def most_positions(config: dict[str, Any]) -> int | None:
 
 def sources(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Where a config may speak of the language model: at the top, or in a part of its own."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
+    thinker = config.get("thinker_config")
+    whole = [config, thinker] if isinstance(thinker, dict) else [config]
+    texts = [part.get(name) for part in whole for name in _TEXT]
+    return [config, *(text for text in texts if isinstance(text, dict))]
+
+
+def may_have_experts(config: object) -> bool:
+    """Whether a number of experts stands anywhere in a config, however deep."""
+    left: list[object] = [config]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            if (first_int(part, *NUM_EXPERTS) or 0) > 1:
+                return True
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return False
 
 
 def first_int(config: dict[str, Any], *names: str) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prefetch_runtime.model_refusals import NEAREST, SAME_AS, skipped_modules
+from prefetch_runtime.model_refusals import NEAREST, quant_method, skipped_modules
 from prefetch_runtime.model_shape import (
     NUM_EXPERTS,
     TOP_K,
@@ -282,9 +282,7 @@ def _formats(
 
 
 def _quantised(quantization: dict[str, Any]) -> _Format:
-    method = quantization.get("quant_method")
-    if isinstance(method, str):
-        method = SAME_AS.get(method, method)
+    method = quant_method(quantization)
     group = _optional(quantization, "group_size")
     match method:
         case "fp8":

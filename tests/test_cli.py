@@ -304,6 +304,29 @@ class TestServe:
         file.write_text(option[2:].replace("=", ": "))
         assert run("serve", model, *slots, "--config", str(file)).status == 0
 
+    @pytest.mark.parametrize("slots", [[], ["--moe-expert-cache-size", "8"]], ids=["off", "on"])
+    def test_a_folder_without_config_json_is_left_to_vllm_where_it_reads_another_file(
+        self,
+        slots: list[str],
+        run: Callable[..., Ran],
+        executed: list[list[str]],
+        tmp_path: Path,
+    ) -> None:
+        folder = str(tmp_path)
+        self._command(run, executed, folder, *slots, "--hf-config-path", "./elsewhere")
+        executed.clear()
+        (tmp_path / "params.json").write_text("{}")
+        _refused(run("serve", folder, *slots), "holds no config.json")
+        (tmp_path / "consolidated-00001-of-00002.safetensors").write_bytes(b"")
+        assert self._command(run, executed, folder, *slots)[0] == folder
+
+    @pytest.mark.parametrize("model", ["s3://bucket/model", "gs://bucket/a/model"])
+    def test_a_model_in_a_clouds_storage_is_left_to_vllm(
+        self, model: str, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        slots = ["--moe-expert-cache-size", "8"]
+        assert self._command(run, executed, model, *slots)[0] == model
+
     def test_a_worker_class_of_the_users_is_theirs_without_a_cache(
         self, run: Callable[..., Ran], executed: list[list[str]]
     ) -> None:
@@ -420,6 +443,18 @@ class TestBadInput:
             "(DbrxExperts), which it cannot replace; serve it with plain vllm serve, without the "
             "cache",
         )
+
+    def test_experts_in_a_place_that_is_not_known_are_left_to_the_worker(
+        self, tmp_path: Path, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "execv", lambda *_: None)
+        blocks = [{"block_type": "moe", "n_routed_experts": 64}]
+        config = {"model_type": "nemotron_h", "block_configs": blocks}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        serve = ("serve", str(tmp_path), "--moe-expert-cache-size", "8", "--enforce-eager")
+        assert run(*serve).status == 0
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        _refused(run(*serve), "declares no experts (a dense model)")
 
     @BOTH
     def test_a_checkpoint_of_other_sizes_than_declared(

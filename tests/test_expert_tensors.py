@@ -229,6 +229,7 @@ def test_a_config_that_does_not_say_all_is_left_alone(
         ({"version": "gemv"}, "awq"),
         ({"config_groups": {"a": {}, "b": {}}}, "ct-int4"),
         ({"config_groups": {"a": 3}}, "ct-int4"),
+        ({"format": "marlin-24"}, "ct-int4"),
     ],
     ids=str,
 )

@@ -93,7 +93,20 @@ INT4 = {"num_bits": 4, "type": "int", "group_size": 32}
         {"quant_method": "torchao"},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.*.mlp.experts*"]},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["*mlp*"]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude": ["*block_sparse_moe*"]},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["re:.*(gate|up|down)_proj$"],
+        },
         {"quant_method": "quark", "exclude": ["re:.*experts.*"]},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": NVFP4},
+                "group_1": {"targets": ["re:.*(gate|up|down)_proj$"], "weights": INT4},
+            },
+        },
         {
             "quant_method": "compressed-tensors",
             "config_groups": {
@@ -112,8 +125,24 @@ def test_what_may_be_served_is_left_to_the_worker(quantization: dict[str, Any]) 
     assert why_refused(_with(quantization)) is None
 
 
+@pytest.mark.parametrize("name", ["FP8", "compressed_tensors", "Compressed-Tensors", "AWQ", ""])
+def test_a_method_may_be_spelled_as_vllm_takes_it(name: str) -> None:
+    quantization = {**_compressed(INT4), "quant_method": name, "bits": 4, "group_size": 128}
+    quantization["weight_block_size"] = [128, 128]
+    assert why_refused(_with(quantization)) is None
+    assert (moe_backend(_with(quantization)) == "triton") == (name == "FP8")
+
+
 @pytest.mark.parametrize(
-    "skipped", [["lm_head"], ["re:.*mlp[.]gate$"], ["model.layers.0.mlp.shared_expert"], "experts"]
+    "skipped",
+    [
+        ["lm_head"],
+        ["re:.*mlp[.]gate$"],
+        ["model.layers.0.mlp.shared_expert"],
+        ["model.layers.0.mlp.gate_proj", "re:.*shared_experts[.](gate|up|down)_proj$"],
+        ["re:.*self_attn.(q|k|v|o)_proj$", "re:.*attn.*down_proj"],
+        "experts",
+    ],
 )
 def test_what_else_is_not_quantised_does_not_matter(skipped: Any) -> None:
     quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": skipped}

@@ -14,6 +14,7 @@ from prefetch_runtime.model_shape import (
     ModelError,
     expert_shape,
     load_config,
+    may_have_experts,
     most_positions,
     read_config,
 )
@@ -269,3 +270,31 @@ class TestExpertShape:
         config = read_config(str(ROOT / "models" / "tiny-moe"))
         assert config is not None
         assert expert_shape(config) == ExpertShape(num_experts=32, top_k=4)
+
+
+@pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
+def test_experts_of_a_multimodal_model_are_found(name: str) -> None:
+    text = {"num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 100}
+    vision = {"vision_config": {"hidden_size": 64}}
+    for config in ({name: text, **vision}, {"thinker_config": {name: text, **vision}}):
+        assert expert_shape(config) == ExpertShape(num_experts=128, top_k=8)
+        assert most_positions(config) == 100
+
+
+@pytest.mark.parametrize(
+    ("config", "may"),
+    [
+        ({"block_configs": [{"block_type": "moe", "n_routed_experts": 64}]}, True),
+        ({"a": {"b": [[{"num_local_experts": [8, 8]}]]}}, True),
+        ({"num_experts": 1, "a": [{"num_experts": 0}, {"moe_num_experts": "8"}, None]}, False),
+        ({"num_experts_per_tok": 8}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_a_number_of_experts_is_found_however_deep(config: dict[str, Any], may: bool) -> None:
+    assert may_have_experts(config) is may
+    deep: Any = config
+    for _ in range(10_000):
+        deep = {"a": [deep]}
+    assert may_have_experts(deep) is may
