@@ -83,7 +83,7 @@ class TestPlan:
         }
         assert list(rows) == ["8", "12", "16", "24", "32"]
         assert rows["8"][4:] == ["too", "small", "71"]
-        assert rows["24"][4:] == ["38/128", "83%", "28", "40", "24"]
+        assert rows["24"][4:] == ["37/128", "82%", "27", "38", "24"]
         assert "H200" in ran.out
         assert "all 54.00 GiB" in ran.out
 
@@ -93,13 +93,13 @@ class TestPlan:
         _narrow(ran.out)
         for part in (
             "54.00 GiB, page-locked",
-            "16.11 = 38 of 128 experts per layer",
-            "38/128   16.03        83%   full",
+            "15.97 = 37 of 128 experts per layer",
+            "37/128   15.61        82%   full",
             "20 tokens/s take 24 slots per layer (10.12 GiB): they fit.",
             "published, qwen3-30b-a3b",
             "25 GB/s, assumed",
             "uniform routing, which no eviction can help",
-            "--moe-expert-cache-size 38 --max-model-len 8192",
+            "--moe-expert-cache-size 37 --max-model-len 8192",
         ):
             assert part in ran.out
 
@@ -113,7 +113,7 @@ class TestPlan:
         monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
         assert command[0] == "prefetch-runtime"
         assert run(*command[1:]).status == 0
-        assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 38}}'
+        assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 37}}'
 
     def test_the_command_repeats_all_that_the_slots_depend_on(
         self, run: Callable[..., Ran], qwen: str
@@ -127,9 +127,9 @@ class TestPlan:
         self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ran = run("plan", qwen, "--gpu-gib", "24", "--prefetch-mode", "eager")
-        assert "eager        58        25         12" in ran.out
-        assert "(--prefetch-mode full): 28 tokens/s with 38 slots." in ran.out
-        assert "--moe-expert-cache-size 38 --prefetch-mode eager" in ran.out
+        assert "eager        58        26         12" in ran.out
+        assert "(--prefetch-mode full): 27 tokens/s with 37 slots." in ran.out
+        assert "--moe-expert-cache-size 37 --prefetch-mode eager" in ran.out
         room = MemoryLimit("MemAvailable", 100 << 30, "")  # what is free changes between two runs
         monkeypatch.setattr(plan_report, "tightest_host_limit", lambda: room)
         default = run("plan", qwen, "--gpu-gib", "24").out
@@ -150,10 +150,10 @@ class TestPlan:
         given = run("plan", qwen, *gpu, "--prefetch-mode", "segmented", "--host-us", "90.5")
         assert "host 90.5 us at each MoE layer, given" in " ".join(given.out.split())
         if gpu:
-            assert "38/128   16.03        83%   segmented        11" in ran.out
-            assert "38/128   16.03        83%   segmented        15" in given.out
-            assert "(--prefetch-mode full): 28 tokens/s with 38 slots." in text
-            assert "--moe-expert-cache-size 38 --prefetch-mode segmented" in text
+            assert "37/128   15.61        82%   segmented        11" in ran.out
+            assert "37/128   15.61        82%   segmented        15" in given.out
+            assert "(--prefetch-mode full): 27 tokens/s with 37 slots." in text
+            assert "--moe-expert-cache-size 37 --prefetch-mode segmented" in text
         else:
             assert "This is mode segmented, which waits for the host at each MoE layer" in text
         assert "host" not in json.loads(run("plan", qwen, *gpu, "--json").out)["assumptions"]
@@ -208,7 +208,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("target", "said"),
         [
-            ("50", "50 tokens/s take 69 slots per layer (29.11 GiB): 38 fit."),
+            ("50", "50 tokens/s take 69 slots per layer (29.11 GiB): 37 fit."),
             ("9000", "9000 tokens/s is out of reach: 94 with every expert resident."),
         ],
     )
@@ -227,8 +227,8 @@ class TestPlan:
         assert told["model"]["expert_bytes"] == 9_437_184
         assert told["assumptions"]["link"].startswith("25 GB/s, assumed")
         (plan,) = told["plans"]
-        assert plan["memory"]["slots_per_layer"] == 38
-        assert [e["slots_per_layer"] for e in plan["estimates"]] == [8, 16, 32, 38]
+        assert plan["memory"]["slots_per_layer"] == 37
+        assert [e["slots_per_layer"] for e in plan["estimates"]] == [8, 16, 32, 37]
         assert plan["target_fits"] is False
         assert ran.status == 1
 
