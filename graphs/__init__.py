@@ -6,12 +6,14 @@ from graphs.prefetch import PrefetchBranch, PrefetchHook
 from graphs.records import LayerRecords, RecordField, RecordTable, field_of
 from graphs.segments import SegmentedCaptures, SegmentedGraph, between_segments
 from graphs.slot_table import DeviceCounters, DeviceSlotTable, SlotTableError
+from graphs.stream import ExpertStream, StreamedWave
 
 __all__ = [
     "CapturedGraph",
     "DeviceCounters",
     "DeviceSlotTable",
     "ExpertFill",
+    "ExpertStream",
     "GraphCapture",
     "LayerRecords",
     "PrefetchBranch",
@@ -21,6 +23,7 @@ __all__ = [
     "SegmentedCaptures",
     "SegmentedGraph",
     "SlotTableError",
+    "StreamedWave",
     "between_segments",
     "field_of",
 ]

@@ -35,8 +35,8 @@ class ExpertFill:
         self.table = table
         self.records = records
         self._resolve_fill_kernel = resolve_fill_kernel_of(table.policy.hit, table.policy.insert)
-        self._programs = programs
-        self._num_warps = num_warps
+        self.programs = programs
+        self.num_warps = num_warps
         # How the programs of one launch find each other, see `resolve_fill_kernel`.
         self._tickets = torch.zeros(
             table.num_layers, programs, dtype=torch.int32, device=table.device
@@ -48,11 +48,11 @@ class ExpertFill:
         """Copy what the layer's last plan listed; returns at once when that is nothing."""
         self.table.require_layer(layer_idx)
         records = self.records
-        fill_kernel[(self._programs,)](
+        fill_kernel[(self.programs,)](
             self.table.misses, self.table.miss_count, self.table.counters, self.table.stamps,
             self._finished, records.header, records.units, layer_idx,
             self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
-            num_warps=self._num_warps,
+            num_warps=self.num_warps,
         )  # fmt: skip
 
     def resolve_and_fill(
@@ -68,11 +68,11 @@ class ExpertFill:
         records = self.records
         # The header is the last of the tensors; without a prefetch hook it is a placeholder.
         tensors = (*tensors[:-1], records.header)
-        self._resolve_fill_kernel[(self._programs,)](
+        self._resolve_fill_kernel[(self.programs,)](
             *tensors, records.units, self._tickets, self._ready, self._finished,
             **{**sizes, "U": records.max_units},
-            BLOCK=block_for(sizes["n"], self._num_warps), TOUCH=False, PROGRAMS=self._programs,
-            UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self._num_warps,
+            BLOCK=block_for(sizes["n"], self.num_warps), TOUCH=False, PROGRAMS=self.programs,
+            UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self.num_warps,
         )  # fmt: skip
         return out
 

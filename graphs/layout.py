@@ -54,6 +54,8 @@ class Counter(IntEnum):
     """Nanoseconds from a reservation to the demand: what the link had for the prefetch."""
     AT_ONCE = 14
     """Prefetches that were whole, and demanded, when their step's demand came."""
+    WAVES = 15
+    """Waves that wide steps ran in inside graphs; without those that had no experts."""
 
 
 NUM_COUNTERS = 16  # a row of 128 bytes

@@ -91,12 +91,14 @@ class DeviceCounters:
     """Nanoseconds that the link had for prefetches, between reservation and demand."""
     at_once: int = 0
     """Of `prefetch_used`, those demanded in the very step that they were predicted for."""
+    waves: int = 0
+    """Waves of experts that wide steps ran in inside graphs."""
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> "DeviceCounters":
         """The counts in one row of `DeviceSlotTable.counters`."""
-        timed = (row[Counter.STALL_NS], row[Counter.FREE_NS], row[Counter.AT_ONCE])
-        return cls(*(*row[: Counter.UNPLACED], *timed))
+        later = (Counter.STALL_NS, Counter.FREE_NS, Counter.AT_ONCE, Counter.WAVES)
+        return cls(*row[: Counter.UNPLACED], *(row[counter] for counter in later))
 
     @property
     def hit_rate(self) -> float:

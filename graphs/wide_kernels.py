@@ -1,15 +1,21 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""The kernels that divide a demand which may be wider than the slots: who gets one, who does not.
+"""The kernels that divide a demand which may be wider than the slots: who gets one, who does not,
+and in which wave the others come.
 
-They decide what `prefetch_runtime.slots.split_wide` decides on the host. E = experts of a layer.
+They decide what `prefetch_runtime.slots.split_wide` and `Scheduler.expert_waves` decide on the
+host. E = experts of a layer, R = rows of half of the staging ring.
 """
 
 import triton
 import triton.language as tl
 
 from graphs import layout
+from graphs.clock_kernels import nanoseconds
+from graphs.fill_kernels import NUM_HEADER, NUM_UNIT_COLUMNS, copy_listed
+from graphs.resolve_kernels import STALL_NS, count
 
 BAD_IDS = tl.constexpr(int(layout.Counter.BAD_IDS))
+WAVES = tl.constexpr(int(layout.Counter.WAVES))
 NUM_COUNTERS = tl.constexpr(layout.NUM_COUNTERS)
 
 NUM_HITS = tl.constexpr(int(layout.WideCount.HITS))
@@ -75,3 +81,69 @@ def choose_kernel(
     tl.store(counts_out + NUM_HITS, num_hits)
     tl.store(counts_out + NUM_PLANNED, num_hits + tl.sum(placed.to(tl.int32), 0))
     tl.store(counts_out + NUM_STREAMED, tl.sum(past.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["layer_idx", "num_waves"])
+def wave_maps_kernel(
+    planned, streamed, slots, counts, counters, maps, wave_of, listed, layer_idx, num_waves,
+    E: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Of a plan that `choose_kernel` made: the row of each expert in each wave, `maps` [waves,
+    STRIDE], -1 or, with WHOLE, some row of the wave for the experts of others; the wave of each
+    expert, `wave_of` [E], -1 if nobody demands it; and what streams as `copy_listed` takes it,
+    `listed` [E, 3]. Wave 0 is that of the slots. One program."""
+    i = tl.arange(0, BLOCK)
+    inside = i < E
+    placed = tl.load(planned + i, mask=inside, other=-1)
+    slot = tl.load(slots + i, mask=inside, other=0)
+    passing = tl.load(streamed + i, mask=inside, other=-1)
+    nowhere = tl.full([], -1, tl.int32)
+    if WHOLE:
+        nowhere = tl.where(tl.load(counts + NUM_PLANNED) > 0, tl.load(slots), 0)
+    tl.store(wave_of + i, -1, mask=inside)
+    for wave in range(num_waves):
+        tl.store(maps + wave * STRIDE + i, tl.where(inside, nowhere, -1), mask=i < STRIDE)
+        if WHOLE:
+            nowhere = tl.zeros([], tl.int32)
+    tl.debug_barrier()  # all is -1 before other threads write
+    tl.store(maps + placed, slot, mask=placed >= 0)
+    tl.store(wave_of + placed, 0, mask=placed >= 0)
+    wave = 1 + i // R
+    row = i - (wave - 1) * R
+    there = (passing >= 0) & (wave < num_waves)
+    tl.store(maps + wave * STRIDE + passing, row, mask=there)
+    tl.store(wave_of + passing, wave, mask=there)
+    tl.store(listed + 3 * i, passing, mask=there)
+    tl.store(listed + 3 * i + 1, row, mask=there)
+    tl.store(listed + 3 * i + 2, 0, mask=there)
+    num_streamed = tl.load(counts + NUM_STREAMED)
+    ran = (tl.load(counts + NUM_PLANNED) > 0).to(tl.int32) + (num_streamed + R - 1) // R
+    count(counters + layer_idx * NUM_COUNTERS, WAVES, ran)
+
+
+@triton.jit(do_not_specialize=["layer_idx", "first"])
+def stream_kernel(
+    listed, counts, header, units, layer_idx, first,
+    R: tl.constexpr, U: tl.constexpr, UNIT_BYTES: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Copy up to R of the experts that stream, from the one numbered `first`, into half a ring."""
+    num_listed = tl.minimum(tl.load(counts + NUM_STREAMED) - first, R)
+    if num_listed > 0:
+        copy_listed(
+            listed + 3 * first, num_listed, header + layer_idx * NUM_HEADER,
+            units + layer_idx.to(tl.int64) * (U * NUM_UNIT_COLUMNS),
+            tl.program_id(0), tl.num_programs(0), UNIT_BYTES, TAIL,
+        )  # fmt: skip
+
+
+@triton.jit
+def begin_wait_kernel(begun):
+    """Note the time before the stream waits."""
+    tl.store(begun, nanoseconds())
+
+
+@triton.jit(do_not_specialize=["layer_idx"])
+def end_wait_kernel(begun, counters, layer_idx):
+    """Count the time since as the layer's stall."""
+    count(counters + layer_idx * NUM_COUNTERS, STALL_NS, nanoseconds() - tl.load(begun))

@@ -16,6 +16,7 @@ from graphs import (
     DeviceCounters,
     DeviceSlotTable,
     ExpertFill,
+    ExpertStream,
     LayerRecords,
     PrefetchBranch,
     PrefetchHook,
@@ -31,6 +32,7 @@ from prefetch_runtime.device_recorder import DeviceRecorder
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import (
     CONTROL_STEPS,
+    ExpertWave,
     Guesses,
     IntArray,
     LayerCache,
@@ -39,6 +41,7 @@ from prefetch_runtime.scheduler import (
     is_broad,
     without_padding,
 )
+from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import absent_when_full
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token
@@ -46,12 +49,22 @@ from prefetch_runtime.waves import cut_by_token
 MAX_ASSIGNMENTS = 8192
 """Most assignments (T * K) that one plan takes; larger steps run as waves."""
 
+MOST_CAPTURED_WAVES = 9
+"""Of one MoE layer in a captured step. A wave without experts costs the device some 50 us, and a
+graph has all that the worst routing needs."""
+
+MOST_TOKENS_IN_WAVES = 64
+"""Of a captured step that runs in waves. Beyond, nearly all experts stream in every layer, and the
+host issues a wave faster than the link brings it."""
+
 
 class DeviceScheduler(Scheduler):
     """`Scheduler` with its decisions on the device. Call `seal` after the last `add_layer`."""
 
     _table: DeviceSlotTable | None = None
     _demand_fill: ExpertFill | None = None
+    _stream: ExpertStream | None = None
+    """Wide steps inside graphs; None where the layers' records differ."""
     _hook: PrefetchHook | None = None
     _branch: PrefetchBranch | None = None
     _seen_mapping: IntArray | None = None
@@ -90,6 +103,17 @@ class DeviceScheduler(Scheduler):
         )
         records = RecordTable([self._records_of(layer) for layer in layers], device=self._device)
         self._demand_fill = ExpertFill(self._table, records)
+        if len(self._staging) == 1:
+            (ring,) = self._staging.values()
+            halves = [
+                RecordTable(
+                    [self._records_of(layer, half) for layer in layers], device=self._device
+                )
+                for half in ring.halves
+            ]
+            self._stream = ExpertStream(
+                self._demand_fill, halves, rows=ring.rows, most_waves=MOST_CAPTURED_WAVES
+            )
 
     def warm_up(self, top_k: int, max_tokens: int) -> None:
         """Compile the kernels for every size that a step of up to `max_tokens` may have, so that no
@@ -109,6 +133,12 @@ class DeviceScheduler(Scheduler):
             nothing = torch.full((1, top_k), -1, dtype=dtype, device=self._device)
             report = self.table.plan_wide(0, nothing, evict=True)
         self.table.touch(0, report.streamed)
+        if self._stream is not None:
+            widest = max(n for n in range(1, MOST_TOKENS_IN_WAVES + 1) if self.captures(n, top_k))
+            for whole in (False, True):
+                ids = nothing.new_full((widest, top_k), -1)
+                for _ in self.captured_waves(0, ids, whole=whole):
+                    pass
         self.reset()
 
     def predict_on_device(
@@ -163,15 +193,16 @@ class DeviceScheduler(Scheduler):
             step=self.table.step,
         )
 
-    def _records_of(self, layer: LayerCache) -> LayerRecords:
-        store = layer.store
+    def _records_of(self, layer: LayerCache, rows: SlotBuffers | None = None) -> LayerRecords:
+        """Where a layer's records are, and their places in `rows`; None: in its slots."""
+        store, rows = layer.store, rows or layer.buffers
         # On a CPU device kernels run interpreted and read host memory where it is.
         base = store.device_address if self._device.type == "cuda" else store.address
         return LayerRecords(
             host_base=base,
             record_bytes=store.layout.record_bytes,
             fields=tuple(
-                field_of(layer.buffers.tensors[field.name], field.offset)
+                field_of(rows.tensors[field.name], field.offset)
                 for field in store.layout.fields
                 if field.nbytes
             ),
@@ -190,6 +221,10 @@ class DeviceScheduler(Scheduler):
         """As in `Scheduler`, but the clock moves with the first layer, inside the graph, once per
         replay; between replays the budgets may."""
         self._decodes = decodes
+        # A replay may stream through the ring: what a step that failed has left there is forgotten.
+        for ring in self._staging.values():
+            for ticket in ring.forget():
+                self._copier.wait(ticket)  # WAW
         if self._control is not None:
             self._control.step()
 
@@ -273,6 +308,48 @@ class DeviceScheduler(Scheduler):
         layer = self._layers[layer_idx]
         worst = min(topk_ids.numel(), layer.store.num_experts)
         return worst <= layer.buffers.num_slots and topk_ids.numel() <= MAX_ASSIGNMENTS
+
+    def captures(self, num_tokens: int, top_k: int) -> bool:
+        """As in `Scheduler`; also where the step may need more experts than slots, in waves."""
+        if num_tokens <= self.most_tokens_at_once(top_k):
+            return True
+        stream, assignments = self._stream, num_tokens * top_k
+        return (
+            stream is not None
+            and num_tokens <= MOST_TOKENS_IN_WAVES
+            and assignments <= MAX_ASSIGNMENTS
+            and stream.num_waves(assignments) <= stream.most_waves
+        )
+
+    def captured_waves(
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        guesses: Guesses | None = None,
+        *,
+        padding: torch.Tensor | None = None,
+        whole: bool = False,
+    ) -> Iterator[ExpertWave]:
+        """`expert_waves` of a step that decodes, by kernels alone: for captures of steps that
+        `captures` allows. `padding` as in `fetch`: its rows demand nothing, and what they yield is
+        not to be used."""
+        layer, stream = self._layer(layer_idx), self._stream
+        assert stream is not None
+        self._begin_layer(layer_idx, topk_ids, guesses, padding)
+        table, ring = self.table, self._staging_of(layer)
+        report = table.plan_wide(layer_idx, without_padding(topk_ids, padding), evict=True)
+        wave_of: torch.Tensor | None = None
+        for wave in stream.waves(
+            layer_idx,
+            report,
+            topk_ids.numel(),
+            whole=whole,
+            then=lambda: table.touch(layer_idx, report.streamed),
+        ):
+            if wave_of is None:
+                wave_of = stream.wave_of(topk_ids)
+            buffers = layer.buffers if wave.half is None else ring.halves[wave.half]
+            yield ExpertWave(buffers, wave.expert_map, wave_of == wave.number, wave.is_last)
 
     def _plan_wide(
         self,
@@ -382,7 +459,7 @@ class DeviceScheduler(Scheduler):
             prefetch_used=counters.prefetch_used,
             prefetch_at_once=counters.at_once,
             prefetch_dropped=counters.prefetch_dropped,
-            waves=layer.waves,
+            waves=layer.waves + counters.waves,
             # Every miss is one expert read, into a slot or through the staging ring; of a late
             # one the rest is.
             bytes_copied=(counters.misses + counters.late + layer.ahead_in_vain)
@@ -414,6 +491,7 @@ class DeviceScheduler(Scheduler):
 
     def close(self) -> None:
         """Drain the copies and free the tables. Captured graphs go first. Safe to call twice."""
+        self._stream = None
         if self._table is not None:
             self._table.close()
         super().close()

@@ -376,6 +376,10 @@ class Scheduler:
             for layer in self.layers
         )
 
+    def captures(self, num_tokens: int, top_k: int) -> bool:
+        """Whether a decode step of so many tokens may be captured, whatever its routing is."""
+        return num_tokens <= self.most_tokens_at_once(top_k)
+
     def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
         """Whether the demanded experts fit the slots. Reads the ids only if they might not; the
         call that follows for the same ids does not read them again."""

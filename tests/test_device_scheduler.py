@@ -120,6 +120,85 @@ def test_wide_steps_are_what_they_are_on_the_host(policy: str) -> None:
     assert device.stats().total("evictions") > 0
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["", "whole"])
+@pytest.mark.parametrize("policy", ["lru", "lfru"])
+def test_captured_waves_are_the_hosts_and_empty_ones(
+    policy: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = _build(_with_ring(Scheduler), policy=policy)
+    monkeypatch.setattr(host, "_read_ahead", lambda *_: None)  # a graph sends nothing ahead
+    device = _build(_with_ring(DeviceScheduler), policy=policy)
+    assert isinstance(device, DeviceScheduler)
+    chosen = np.random.default_rng(4)
+    shape = (NUM_EXPERTS // 2, 2)
+    padding = torch.zeros(shape[0], dtype=torch.int64)
+    for step in range(9):
+        host.begin_step(decodes=True)
+        device.begin_step(decodes=True)
+        padding[:] = 0
+        padding[shape[0] - step % 3 :] = -1
+        width = int(chosen.integers(2, NUM_EXPERTS + 1)) if step % 4 else NUM_EXPERTS
+        for layer_idx in range(NUM_LAYERS):
+            experts = chosen.choice(NUM_EXPERTS, width, replace=False)
+            ids = torch.from_numpy(np.resize(experts, shape).astype(np.int32))
+            demanded = ids.masked_fill(padding.unsqueeze(1) < 0, -1)
+            theirs = [wave.expert_map.clone() for wave in host.expert_waves(layer_idx, demanded)]
+            computed = torch.zeros(shape, dtype=torch.int64)
+            store = device.layer(layer_idx).store
+            waves = device.captured_waves(layer_idx, ids, padding=padding, whole=whole)
+            for number, wave in enumerate(waves):
+                computed += wave.in_wave
+                assert wave.is_last == (number == 1 + (NUM_EXPERTS - NUM_SLOTS + 1) // 2 - 1)
+                rows = theirs[number] if number < len(theirs) else torch.full_like(theirs[0], -1)
+                assert torch.equal(wave.in_wave, rows[ids.long()] >= 0)
+                if whole:
+                    there = wave.expert_map[rows >= 0]
+                    assert wave.expert_map.min() >= 0, "some row for every expert"
+                    assert set(wave.expert_map.tolist()) <= {*there.tolist(), 0}
+                    assert torch.equal(there, rows[rows >= 0])
+                else:
+                    assert torch.equal(wave.expert_map, rows)
+                for expert in torch.where(rows >= 0)[0].tolist():
+                    for name in ("w13_weight", "w2_weight"):
+                        row = wave.buffers.tensors[name][int(wave.expert_map[expert])]
+                        assert torch.equal(row, store.tensor(name)[expert])
+            assert number == 4, "as many as the worst routing needs"
+            real = padding >= 0
+            assert torch.equal(computed[real], torch.ones_like(computed[real]))
+        assert audit(device) == []
+    for ours, others in zip(device.stats().layers, host.stats().layers, strict=True):
+        for counter in ("hits", "misses", "evictions", "waves", "bytes_copied"):
+            assert getattr(ours, counter) == getattr(others, counter), counter
+    assert device.stats().total("evictions") > 0
+
+
+def test_a_graph_holds_steps_that_fit_or_run_in_few_waves() -> None:
+    device = _build(_with_ring(DeviceScheduler))
+    captured = [n for n in range(1, 100) if device.captures(n, TOP_K)]
+    assert captured == list(range(1, 65)), "at most 1 + 4 waves whatever the routing"
+    many = _build(_with_ring(DeviceScheduler), experts=64)
+    # Nine waves: the slots', and eight of two experts each.
+    assert [n for n in range(1, 100) if many.captures(n, TOP_K)] == list(range(1, 11))
+    host = _build(_with_ring(Scheduler))
+    assert [n for n in range(1, 100) if host.captures(n, TOP_K)] == [1, 2]
+    assert isinstance(many, DeviceScheduler)
+    with pytest.raises(ValueError, match="22 assignments may take 10 waves, room is for 9"):
+        list(many.captured_waves(0, torch.zeros(11, 2, dtype=torch.int32)))
+
+
+def test_what_a_failed_step_has_sent_ahead_is_forgotten() -> None:
+    device = _build(_with_ring(DeviceScheduler))
+    ring = device._staging_of(device.layer(0))
+    ids = torch.arange(NUM_EXPERTS, dtype=torch.int32).view(-1, 2)
+    for layer_idx in range(NUM_LAYERS):  # a prompt fills the slots
+        list(device.expert_waves(layer_idx, ids))
+    device.begin_step()
+    list(device.expert_waves(0, ids))
+    assert ring.ahead_of(1).size, "all experts: the next layer's are on their way"
+    device.begin_step()  # the next layer never ran
+    assert not ring.ahead_of(1).size
+
+
 def test_padding_costs_nothing() -> None:
     device = _device()
     padding = torch.tensor([3, -1], dtype=torch.int64)

@@ -21,7 +21,7 @@ from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.injection import RoutingInjection
-from prefetch_runtime.scheduler import Between, Guesses, Scheduler
+from prefetch_runtime.scheduler import Between, ExpertWave, Guesses, Scheduler
 from prefetch_runtime.vllm.checks import check_slots
 
 logger = init_logger(__name__)
@@ -269,9 +269,9 @@ class PrefetchEngine:
         """Most tokens of a step that fits the slots whatever its routing is."""
         return self.scheduler.most_tokens_at_once(self._top_k)
 
-    def fits_tokens(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens fits the slots whatever its routing is."""
-        return num_tokens <= self.most_tokens()
+    def captures_tokens(self, num_tokens: int) -> bool:
+        """Whether a decode step of so many tokens may be captured, whatever its routing is."""
+        return self.scheduler.captures(num_tokens, self._top_k)
 
     def _slots_within(self, budget_bytes: float, store: LayerStore) -> int:
         """Slots per layer, the same for all, that fit a budget for all layers together."""
@@ -291,7 +291,8 @@ class PrefetchEngine:
         key = (top_k, hidden_size, dtype)
         if key not in self._wave_rows:
             max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-            self._wave_rows[key] = torch.empty(
+            # Zeros: a graph's rows of padding keep what is there, and no NaN may reach a router.
+            self._wave_rows[key] = torch.zeros(
                 (max_tokens, top_k, hidden_size), dtype=dtype, device=self.device
             )
         return self._wave_rows[key]
@@ -322,6 +323,28 @@ class PrefetchEngine:
             return None
         kv_slots: torch.Tensor = next(iter(slot_mapping.values()))
         return kv_slots[:num_tokens] if kv_slots.shape[0] >= num_tokens else None
+
+    def waves(
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        guesses: Guesses | None,
+        *,
+        padding: torch.Tensor | None,
+        whole: bool,
+    ) -> Iterator[ExpertWave]:
+        """A wide step of a layer, split by expert: by the host or, in a capture, by the device.
+
+        `padding` as `Scheduler.fetch` takes it: only a graph is padded. See
+        `Scheduler.expert_waves`.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            scheduler: Any = self.scheduler  # mode `full`, or the step would not be captured
+            waves: Iterator[ExpertWave] = scheduler.captured_waves(
+                layer_idx, topk_ids, guesses, padding=padding, whole=whole
+            )
+            return waves
+        return self.scheduler.expert_waves(layer_idx, topk_ids, guesses, whole=whole)
 
     def close(self) -> None:
         """Free the cache; graphs that the host interrupts go with it. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""Keeps FULL graphs to batch sizes whose experts always fit the slots; larger ones run as waves."""
+"""Keeps FULL graphs to batch sizes that the mode can capture; larger ones run outside of graphs."""
 
 from bisect import insort
 from typing import Any
@@ -16,7 +16,7 @@ def add_widest_batch(compilation: Any, engine: PrefetchEngine) -> None:
     """Have vLLM capture the widest batch that fits the slots, before it lists its graphs.
 
     vLLM pads a batch to the next captured size. Where that one is too wide for the slots, the batch
-    would run as waves although it fits by itself.
+    would run in waves although it fits by itself.
     """
     sizes = compilation.cudagraph_capture_sizes
     widest = engine.most_tokens()
@@ -34,8 +34,8 @@ def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:
     def initialize_and_limit(*args: Any, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
         keys = dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
-        kept = {key for key in keys if engine.fits_tokens(key.num_tokens)}
-        report(engine.mode, kept={k.num_tokens for k in kept}, of={k.num_tokens for k in keys})
+        kept = {key for key in keys if engine.captures_tokens(key.num_tokens)}
+        report(engine, kept={k.num_tokens for k in kept}, of={k.num_tokens for k in keys})
         dispatcher.cudagraph_keys[CUDAGraphMode.FULL] = kept
 
     dispatcher.initialize_cudagraph_keys = initialize_and_limit
@@ -44,8 +44,8 @@ def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:
 def limit_v2_graphs(manager: Any, engine: PrefetchEngine) -> None:
     """The same for a V2 `CudaGraphManager`, which lists its graphs when it is built."""
     descs = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    kept = [desc for desc in descs if engine.fits_tokens(desc.num_tokens)]
-    report(engine.mode, kept={d.num_tokens for d in kept}, of={d.num_tokens for d in descs})
+    kept = [desc for desc in descs if engine.captures_tokens(desc.num_tokens)]
+    report(engine, kept={d.num_tokens for d in kept}, of={d.num_tokens for d in descs})
     if len(kept) == len(descs):
         return
     manager._capture_descs[CUDAGraphMode.FULL] = kept
@@ -53,23 +53,30 @@ def limit_v2_graphs(manager: Any, engine: PrefetchEngine) -> None:
         size: [
             desc
             for desc in candidates
-            if desc.cg_mode != CUDAGraphMode.FULL or engine.fits_tokens(desc.num_tokens)
+            if desc.cg_mode != CUDAGraphMode.FULL or engine.captures_tokens(desc.num_tokens)
         ]
         for size, candidates in manager._candidates.items()
     }
 
 
-def report(mode: str, *, kept: set[int], of: set[int]) -> None:
+def report(engine: PrefetchEngine, *, kept: set[int], of: set[int]) -> None:
     """Say once which batch sizes decode as graphs."""
     if not of:
         return
-    left_out = sorted(of - kept)
-    logger.info_once(
-        "Expert cache: batches of %s tokens decode as %s; %s",
-        ", ".join(map(str, sorted(kept))) or "no",
-        GRAPHS_OF.get(mode),
-        f"those of {', '.join(map(str, left_out))} may need more experts than there are slots "
-        "and run their MoE layers as waves"
-        if left_out
-        else "none is too wide for the slots",
+    fit = {size for size in kept if size <= engine.most_tokens()}
+    about = [f"batches of {_listed(fit)} tokens decode as {GRAPHS_OF.get(engine.mode)}"]
+    if kept - fit:
+        about.append(
+            f"those of {_listed(kept - fit)}, which may need more experts than there are slots, "
+            "too, their MoE layers in waves inside the graph"
+        )
+    about.append(
+        f"those of {_listed(of - kept)} run outside of graphs, their MoE layers in waves"
+        if of - kept
+        else "none is too wide for that"
     )
+    logger.info_once("Expert cache: %s", "; ".join(about))
+
+
+def _listed(sizes: set[int]) -> str:
+    return ", ".join(map(str, sorted(sizes))) or "no"

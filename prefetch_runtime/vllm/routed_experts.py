@@ -12,7 +12,7 @@ from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.provider import CachedWeightProvider
-from prefetch_runtime.scheduler import Guesses
+from prefetch_runtime.scheduler import ExpertWave, Guesses
 from prefetch_runtime.vllm.checkpoint import (
     ONE_EXPERTS,
     LoadedExperts,
@@ -281,7 +281,7 @@ class PrefetchRoutedExperts(RoutedExperts):
             if self._tuned is not None:
                 config = self._tuned.of(x, self.w13_weight, self.w2_weight)
                 stack.enter_context(launched_as(config))
-            padding = engine.padding(topk_ids.shape[0])
+            no_tokens = padding = engine.padding(topk_ids.shape[0])
             if self._blocks is not None:
                 # Rows of padding are in the blocks, and weigh on the others' bits.
                 scheduler.padding_rows, padding = padding, None
@@ -296,8 +296,16 @@ class PrefetchRoutedExperts(RoutedExperts):
                         self._blocks.on(slot_of, x, self.w13_weight, self.w2_weight)
                     )
                 return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
-            forward = self._forward_by_token if self._rows is None else self._forward_by_expert
-            return forward(guesses, x, topk_weights, topk_ids, *args, **kwargs)
+            if self._rows is None:
+                return self._forward_by_token(guesses, x, topk_weights, topk_ids, *args, **kwargs)
+            waves = engine.waves(
+                self._cache_layer_idx,
+                topk_ids,
+                guesses,
+                padding=no_tokens,
+                whole=self._blocks is not None,
+            )
+            return self._forward_by_expert(waves, x, topk_weights, topk_ids, *args, **kwargs)
 
     def _forward_by_token(
         self,
@@ -318,7 +326,7 @@ class PrefetchRoutedExperts(RoutedExperts):
 
     def _forward_by_expert(
         self,
-        guesses: Guesses | None,
+        waves: Iterator[ExpertWave],
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -328,10 +336,6 @@ class PrefetchRoutedExperts(RoutedExperts):
         assert self._rows is not None
         output: Any = None
         try:
-            scheduler = self._cache_engine.scheduler
-            waves = scheduler.expert_waves(
-                self._cache_layer_idx, topk_ids, guesses, whole=self._blocks is not None
-            )
             for wave in waves:
                 self._seats.point(wave.buffers.tensors)
                 with ExitStack() as stack:

@@ -91,8 +91,10 @@ class Case(NamedTuple):
         experts = self.of.num_experts
         return {"top_k": self.of.top_k, "half": experts // 2, "all": experts}[which]
 
-    def widest(self, slots: int) -> int:
-        """Most tokens of a batch that may be replayed with so many slots."""
+    def widest(self, slots: int, mode: str) -> int:
+        """Most tokens of a batch that the mode replays with so many slots."""
+        if mode == "full":  # what may not fit runs in waves inside the graph
+            return SIZES[-1]
         fitting = [size for size in SIZES if size * self.of.top_k <= slots]
         return SIZES[-1] if slots == self.of.num_experts else max(fitting)
 
@@ -135,7 +137,7 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
     held = {"holds_graphs": True} if case.family in V2_FAMILIES else {}
     engines = []
     for kind in sorted({REFERENCE[mode] for mode in modes}):
-        widest = sorted({case.widest(case.slots(which)) for which in slots})
+        widest = sorted({case.widest(case.slots(which), mode) for which in slots for mode in modes})
         more = {"widest": widest, **held} if kind == "graphs" else {}
         engines.append(engine(f"{kind}/alone", RUNS, llm=kinds[kind], limit_s=240, **more))
         again = {"widest": widest[-1:], **held} if kind == "graphs" else {}
@@ -181,7 +183,7 @@ def _outcome(case: Case, mode: str, which: str, records: Mapping[str, Any]) -> t
         return ("not run" if "not run:" in message else "error"), message, 0
     if alone["loaded"]:
         return "error", f"the reference had loaded {alone['loaded']}", 0
-    widest = case.widest(case.slots(which)) if kind == "graphs" else None
+    widest = case.widest(case.slots(which), mode) if kind == "graphs" else None
     expected = _runs(alone, widest)
     if "error" not in again:
         compared = _widest_of(again) if kind == "graphs" else None

@@ -23,7 +23,7 @@ class Replayed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         num_tokens = _decoded()
-        if num_tokens is None or not self._worker.prefetch_engine.fits_tokens(num_tokens):
+        if num_tokens is None or not self._worker.prefetch_engine.captures_tokens(num_tokens):
             return self._model(*args, **kwargs)
         if num_tokens not in self.graphs:
             self.graphs[num_tokens] = self._capture(*args, **kwargs)

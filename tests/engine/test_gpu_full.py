@@ -1,10 +1,9 @@
 """Mode `full` on a GPU: decode as vLLM's own FULL graphs, bit for bit what vLLM alone does.
 
 Exact means: against vLLM with the same graphs. A batch that vLLM pads to a captured size, or runs
-compiled otherwise, adds up in another order; so the reference runs FULL_DECODE_ONLY too, and, for
-each number of slots, replays only the batch sizes that fit it. Seven processes at once: vLLM alone,
-the cache with many and with few slots, both under torch.compile, and both with vLLM's V2 runner,
-whose graphs cannot be captured twice in one process.
+compiled otherwise, adds up in another order; so the reference runs FULL_DECODE_ONLY too. Seven
+at once: vLLM alone, the cache with many and with few slots, both under torch.compile, and both with
+vLLM's V2 runner, whose graphs cannot be captured twice in one process.
 """
 
 from collections.abc import Iterator
@@ -81,15 +80,10 @@ SHORT_RUNS = [ONE, SHORT_FOUR, MIXED]
 
 SLOTS = {"full-8": 8, "full-32": 32, "full-16": 16, "full-4": 4}
 SEVERAL_WAVES = {"staging_slots": 16}  # where "auto" holds all of such small experts
-FEW = 4  # so few slots that nearly every batch runs as waves, which takes its time
-FEW_RUNS = [ONE, SHORT_FOUR, batch("sixteen", RUN_OF_16, 96, seed=30), SAMPLED, MIXED]
 MORE = {
     "full-lfru-8": {"slots_per_layer": 8, "policy": "lfru"},
     "full-predicted-8": {"slots_per_layer": 8, "predictor": "next_gate"},
 }
-WIDEST = {slots: max(size for size in SIZES if size * TOP_K <= slots) for slots in (4, 8, 16, 32)}
-"""Most tokens of a batch whose experts fit so many slots, whatever they are."""
-WIDEST[32] = SIZES[-1]  # a slot for every expert
 
 
 def cache(name: str, runs: Any, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -103,9 +97,8 @@ def plans(folder: Path) -> Iterator[Plan]:
     yield Plan(
         "reference",
         [
-            engine("resident", RUNS, llm=GRAPHS, widest=[2, 4, 16]),
-            engine("resident-few", FEW_RUNS, llm=GRAPHS, widest=[1]),
-            engine("repeat", [ONE, FOUR, SAMPLED, MIXED], llm=GRAPHS, widest=[2, 16]),
+            engine("resident", RUNS, llm=GRAPHS),
+            engine("repeat", [ONE, FOUR, SAMPLED, MIXED], llm=GRAPHS),
         ],
         steps=steps,
     )
@@ -121,7 +114,7 @@ def plans(folder: Path) -> Iterator[Plan]:
                     mislead=name == "full-32",
                 )
                 for name, slots in SLOTS.items()
-                if slots != FEW
+                if slots != TOP_K
             ),
         ],
         steps=steps,
@@ -133,16 +126,16 @@ def plans(folder: Path) -> Iterator[Plan]:
                 cache(name, [ONE, SAMPLED, MIXED], settings, llm=GRAPHS)
                 for name, settings in MORE.items()
             ),
-            cache("full-4", FEW_RUNS, {"slots_per_layer": FEW, **SEVERAL_WAVES}, llm=GRAPHS),
+            cache("full-4", RUNS, {"slots_per_layer": TOP_K, **SEVERAL_WAVES}, llm=GRAPHS),
         ],
         steps=steps,
     )
     yield Plan(
         "compiled",
         [
-            engine("off", SHORT_RUNS, llm=LIKE_OURS, widest=[2], limit_s=200),
+            engine("off", SHORT_RUNS, llm=LIKE_OURS, limit_s=200),
             cache("on", SHORT_RUNS, {"slots_per_layer": 8}, llm=DEFAULT, limit_s=200),
-            engine("off-again", SHORT_RUNS, llm=LIKE_OURS, widest=[2], limit_s=200),
+            engine("off-again", SHORT_RUNS, llm=LIKE_OURS, limit_s=200),
         ],
         steps=steps,
         environment={
@@ -159,7 +152,7 @@ def plans(folder: Path) -> Iterator[Plan]:
     yield Plan(
         "traced",
         [
-            engine("traced-off", SHORT_RUNS, llm=traced_alone, widest=[2]),
+            engine("traced-off", SHORT_RUNS, llm=traced_alone),
             cache("traced-on", SHORT_RUNS, {"slots_per_layer": 8}, llm=TRACED),
         ],
         steps=steps,
@@ -172,7 +165,7 @@ def plans(folder: Path) -> Iterator[Plan]:
             "v2-alone",
             [
                 engine("v2-resident-eager", [SHORT_FOUR, MIXED], llm=eager),
-                engine("v2-resident", SHORT_RUNS, llm=GRAPHS, widest=[2]),
+                engine("v2-resident", SHORT_RUNS, llm=GRAPHS),
             ],
         ),
         (
@@ -200,25 +193,18 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return records
 
 
-def reference_for(records: dict[str, Any], slots: int) -> dict[str, Any]:
-    """What vLLM alone does when it replays the batch sizes that fit so many slots."""
-    return runs_of(records, "resident-few" if slots == FEW else "resident", WIDEST[slots])
-
-
-def assert_replayed_where_they_fit(runs: dict[str, Any], slots: int) -> None:
-    """Decode batches that fit were replays without a call of ours, all other steps were not."""
+def assert_decoding_was_replayed(runs: dict[str, Any]) -> None:
+    """Batches that only decode were replays without a call of ours, all other steps were not."""
     for name, run in runs.items():
         for at, (tokens, widest, calls) in enumerate(run["steps"]):
-            fits = widest == 1 and tokens <= WIDEST[slots]
-            assert calls == (0 if fits else NUM_LAYERS), f"{name}, step {at}: {tokens} tokens"
+            decodes = widest == 1 and tokens <= SIZES[-1]
+            assert calls == (0 if decodes else NUM_LAYERS), f"{name}, step {at}: {tokens} tokens"
 
 
 # The reference
 
 
-@pytest.mark.parametrize(
-    "name", ["resident", "resident-few", "repeat", "off", "v2-resident-eager", "v2-resident"]
-)
+@pytest.mark.parametrize("name", ["resident", "repeat", "off", "v2-resident-eager", "v2-resident"])
 def test_the_reference_ran_before_any_of_our_code_was_loaded(
     name: str, records: dict[str, Any]
 ) -> None:
@@ -226,20 +212,19 @@ def test_the_reference_ran_before_any_of_our_code_was_loaded(
 
 
 def test_the_reference_repeats_itself(records: dict[str, Any]) -> None:
-    for widest in (2, 16):
-        assert_same(runs_of(records, "repeat", widest), runs_of(records, "resident", widest))
+    again = runs_of(records, "repeat")
+    resident = runs_of(records, "resident")
+    assert_same(again, {name: resident[name] for name in again})
 
 
-@pytest.mark.parametrize("slots", WIDEST)
-def test_the_reference_ran_the_same_graphs(slots: int, records: dict[str, Any]) -> None:
-    runs = reference_for(records, slots)
+def test_the_reference_replayed_too(records: dict[str, Any]) -> None:
+    runs = runs_of(records, "resident")
     assert list(runs) == [run["name"] for run in RUNS]
-    assert {WIDEST[slots] for slots in SLOTS.values()} == {1, 2, 4, 16}
-    assert_replayed_where_they_fit(runs, slots)
+    assert_decoding_was_replayed(runs)
 
 
 def test_the_runs_are_what_they_are_meant_to_be(records: dict[str, Any]) -> None:
-    runs = reference_for(records, 32)
+    runs = runs_of(records, "resident")
     for run in (ONE, FOUR, SIXTEEN, SAMPLED):
         assert {len(tokens) for tokens in runs[run["name"]]["tokens"]} == {TOKENS}
     steps = runs["mixed"]["steps"]
@@ -256,18 +241,19 @@ def test_the_runs_are_what_they_are_meant_to_be(records: dict[str, Any]) -> None
 # The cache
 
 
-@pytest.mark.parametrize(("name", "slots"), SLOTS.items())
+@pytest.mark.parametrize("name", SLOTS)
 def test_tokens_and_layer_outputs_are_those_of_resident_experts(
-    name: str, slots: int, records: dict[str, Any]
+    name: str, records: dict[str, Any]
 ) -> None:
-    ours, reference = runs_of(records, name), reference_for(records, slots)
+    ours, reference = runs_of(records, name), runs_of(records, "resident")
     assert list(ours) == list(reference)
     assert_same(ours, reference)
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_another_policy_and_prediction_change_nothing(name: str, records: dict[str, Any]) -> None:
-    assert_same(runs_of(records, name), reference_for(records, 8))
+    ours, reference = runs_of(records, name), runs_of(records, "resident")
+    assert_same(ours, {run: reference[run] for run in ours})
 
 
 def test_another_policy_and_prediction_were_at_work(records: dict[str, Any]) -> None:
@@ -286,13 +272,12 @@ def test_every_slot_holds_its_expert_after_every_run(name: str, records: dict[st
     ("name", "slots"),
     [*SLOTS.items(), *((name, 8) for name in MORE), ("on", 8), ("v2-full-8", 8)],
 )
-def test_batches_that_fit_are_replayed_and_others_run_as_waves(
+def test_every_decode_batch_is_one_graph_and_prompts_run_as_waves(
     name: str, slots: int, records: dict[str, Any]
 ) -> None:
     record = record_of(records, name)
-    kept = [size for size in SIZES if size <= WIDEST[slots]]
-    assert record["about"]["captured"] == kept
-    assert_replayed_where_they_fit(record["runs"], slots)
+    assert record["about"]["captured"] == SIZES, "also those that may not fit the slots"
+    assert_decoding_was_replayed(record["runs"])
     for run in record["runs"].values():
         assert stats_of(run).mode == "full"
         # Counted by the cache, and by the recorder around it: the host was called as often.
@@ -300,6 +285,17 @@ def test_batches_that_fit_are_replayed_and_others_run_as_waves(
     if slots < NUM_EXPERTS:
         waves = [layer.waves for layer in stats_of(record["runs"]["mixed"]).layers]
         assert min(waves) > 0, "prompts of 300 tokens need more experts than there are slots"
+
+
+@pytest.mark.parametrize(("name", "least"), [("full-4", 2.0), ("full-8", 1.5), ("full-16", 1.0)])
+def test_wide_batches_decoded_in_waves_inside_the_graph(
+    name: str, least: float, records: dict[str, Any]
+) -> None:
+    runs = runs_of(records, name)
+    before, after = (stats_of(runs[run]) for run in ("four", "sixteen"))
+    waves = after.total("waves") - before.total("waves")
+    assert waves > least * TOKENS * NUM_LAYERS, "of sixteen tokens with four experts each"
+    assert runs["sixteen"]["host_calls"] < TOKENS * NUM_LAYERS / 4, "not by the host"
 
 
 @pytest.mark.parametrize("name", ["resident", "full-8", "on", "v2-full-8"])
@@ -329,7 +325,7 @@ def test_a_wrong_entry_of_the_device_table_is_seen_by_the_audit(records: dict[st
 
 
 def test_a_wrong_device_table_changes_tokens_and_layer_outputs(records: dict[str, Any]) -> None:
-    reference = reference_for(records, 32)
+    reference = runs_of(records, "resident")
     for name, run in record_of(records, "full-32")["misled"]["runs"].items():
         assert run["audit"]
         assert run["tokens"] != reference[name]["tokens"]
@@ -340,15 +336,15 @@ def test_a_wrong_device_table_changes_tokens_and_layer_outputs(records: dict[str
 
 
 def test_without_the_cache_the_first_and_the_third_start_agree(records: dict[str, Any]) -> None:
-    assert_same(runs_of(records, "off-again", 2), runs_of(records, "off", 2))
+    assert_same(runs_of(records, "off-again"), runs_of(records, "off"))
 
 
 def test_with_the_cache_the_second_agrees_with_them(records: dict[str, Any]) -> None:
-    assert_same(runs_of(records, "on"), runs_of(records, "off", 2))
+    assert_same(runs_of(records, "on"), runs_of(records, "off"))
 
 
 def test_traced_and_cut_without_inductor_they_agree(records: dict[str, Any]) -> None:
-    assert_same(runs_of(records, "traced-on"), runs_of(records, "traced-off", 2))
+    assert_same(runs_of(records, "traced-on"), runs_of(records, "traced-off"))
 
 
 def test_the_third_start_found_its_compile_cache_and_nobody_elses(records: dict[str, Any]) -> None:
@@ -380,4 +376,4 @@ def test_the_second_runner_serves_the_cache_eagerly(records: dict[str, Any]) -> 
 
 
 def test_the_second_runner_serves_the_cache_in_full_graphs(records: dict[str, Any]) -> None:
-    assert_same(runs_of(records, "v2-full-8"), runs_of(records, "v2-resident", 2))
+    assert_same(runs_of(records, "v2-full-8"), runs_of(records, "v2-resident"))

@@ -19,7 +19,11 @@ class Desc(NamedTuple):
 
 
 def fake_engine(most_tokens: int) -> Any:
-    return SimpleNamespace(mode="full", fits_tokens=lambda num_tokens: num_tokens <= most_tokens)
+    return SimpleNamespace(
+        mode="full",
+        captures_tokens=lambda num_tokens: num_tokens <= most_tokens,
+        most_tokens=lambda: most_tokens,
+    )
 
 
 class TestTheWidestBatch:
