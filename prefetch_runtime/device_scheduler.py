@@ -44,18 +44,14 @@ from prefetch_runtime.scheduler import (
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import absent_when_full
 from prefetch_runtime.stats import LayerStats, RuntimeStats
-from prefetch_runtime.waves import cut_by_token
+from prefetch_runtime.waves import (
+    MOST_CAPTURED_WAVES,
+    MOST_TOKENS_IN_WAVES,
+    cut_by_token,
+)
 
 MAX_ASSIGNMENTS = 8192
 """Most assignments (T * K) that one plan takes; larger steps run as waves."""
-
-MOST_CAPTURED_WAVES = 9
-"""Of one MoE layer in a captured step. A wave without experts costs the device some 50 us, and a
-graph has all that the worst routing needs."""
-
-MOST_TOKENS_IN_WAVES = 64
-"""Of a captured step that runs in waves. Beyond, nearly all experts stream in every layer, and the
-host issues a wave faster than the link brings it."""
 
 
 class DeviceScheduler(Scheduler):

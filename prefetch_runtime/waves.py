@@ -16,6 +16,14 @@ LEAST_RING_ROWS = 4
 """Two in each half: where one expert weighs more than a ring should, a wave is still of two."""
 MOST_RING_ROWS = 1024
 
+MOST_CAPTURED_WAVES = 9
+"""Of one MoE layer in a captured step, that of the slots included. A graph has all the waves that the
+worst routing needs, and one without experts still costs the device its kernels."""
+
+MOST_TOKENS_IN_WAVES = 64
+"""Of a captured step that runs in waves. Beyond, nearly all experts stream in every layer, and the
+host issues a wave faster than the link brings it."""
+
 
 def cut_by_token(topk_ids: npt.NDArray[np.integer], num_slots: int) -> Iterator[slice]:
     """Runs of consecutive tokens, each of which needs at most `num_slots` distinct experts.
@@ -50,6 +58,16 @@ def cut_by_expert(absent: Sequence[int] | IntArray, wave_size: int) -> list[IntA
         raise ValueError(f"wave_size must be at least 1, got {wave_size}")
     ids = np.asarray(absent, dtype=np.int32)
     return [ids[at : at + wave_size] for at in range(0, len(ids), wave_size)]
+
+
+def worst_waves(num_assignments: int, *, num_experts: int, num_slots: int, rows: int) -> int:
+    """Waves that a step of so many assignments (T * K) may need, that of the slots included.
+
+    Args:
+        rows: experts that half of the ring holds.
+    """
+    past = max(0, min(num_assignments, num_experts) - num_slots)
+    return 1 + -(-past // rows)
 
 
 def rows_of_half(
