@@ -17,8 +17,8 @@ LEAST_RING_ROWS = 4
 MOST_RING_ROWS = 1024
 
 MOST_CAPTURED_WAVES = 9
-"""Of one MoE layer in a captured step, that of the slots included. A graph has all the waves that the
-worst routing needs, and one without experts still costs the device its kernels."""
+"""Of one MoE layer in a captured step, that of the slots included. A graph has all that the worst
+routing needs, and one without experts still costs the device its kernels."""
 
 MOST_TOKENS_IN_WAVES = 64
 """Of a captured step that runs in waves. Beyond, nearly all experts stream in every layer, and the

@@ -13,6 +13,7 @@ from prefetch_runtime.host_store import HostStore, RecordLayout
 from prefetch_runtime.scheduler import LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.staging import StagingRing
+from prefetch_runtime.waves import worst_waves
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 2, 12, 5, 2
@@ -184,6 +185,15 @@ def test_a_graph_holds_steps_that_fit_or_run_in_few_waves() -> None:
     assert isinstance(many, DeviceScheduler)
     with pytest.raises(ValueError, match="22 assignments may take 10 waves, room is for 9"):
         list(many.captured_waves(0, torch.zeros(11, 2, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("num_assignments", [1, 5, 6, 7, 8, 12, 100])
+def test_a_plan_without_kernels_counts_the_same_waves(num_assignments: int) -> None:
+    device = _build(_with_ring(DeviceScheduler))
+    assert isinstance(device, DeviceScheduler)
+    assert device._stream is not None
+    sizes = {"num_experts": NUM_EXPERTS, "num_slots": NUM_SLOTS, "rows": 2}
+    assert device._stream.num_waves(num_assignments) == worst_waves(num_assignments, **sizes)
 
 
 def test_what_a_failed_step_has_sent_ahead_is_forgotten() -> None:
