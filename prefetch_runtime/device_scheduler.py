@@ -311,7 +311,8 @@ class DeviceScheduler(Scheduler):
             return True
         stream, assignments = self._stream, num_tokens * top_k
         return (
-            stream is not None
+            self.waves_in_graphs
+            and stream is not None
             and num_tokens <= MOST_TOKENS_IN_WAVES
             and assignments <= MAX_ASSIGNMENTS
             and stream.num_waves(assignments) <= stream.most_waves

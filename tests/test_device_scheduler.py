@@ -182,6 +182,8 @@ def test_a_graph_holds_steps_that_fit_or_run_in_few_waves() -> None:
     assert [n for n in range(1, 100) if many.captures(n, TOP_K)] == list(range(1, 11))
     host = _build(_with_ring(Scheduler))
     assert [n for n in range(1, 100) if host.captures(n, TOP_K)] == [1, 2]
+    device.waves_in_graphs = False
+    assert [n for n in range(1, 100) if device.captures(n, TOP_K)] == [1, 2]
     assert isinstance(many, DeviceScheduler)
     with pytest.raises(ValueError, match="22 assignments may take 10 waves, room is for 9"):
         list(many.captured_waves(0, torch.zeros(11, 2, dtype=torch.int32)))

@@ -93,8 +93,8 @@ class Case(NamedTuple):
 
     def widest(self, slots: int, mode: str) -> int:
         """Most tokens of a batch that the mode replays with so many slots."""
-        if mode == "full":  # what may not fit runs in waves inside the graph
-            return SIZES[-1]
+        if mode == "full" and FORMATS[self.format].backend != "marlin":
+            return SIZES[-1]  # what may not fit runs in waves inside the graph
         fitting = [size for size in SIZES if size * self.of.top_k <= slots]
         return SIZES[-1] if slots == self.of.num_experts else max(fitting)
 
