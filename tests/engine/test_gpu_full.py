@@ -40,8 +40,8 @@ GRAPHS = {
 }
 # What Inductor chooses by timing differs from one start to the next, and with it the order of
 # additions; vLLM alone differs from itself (seen: in one token of 512, or from the 19th on). These
-# choices are fixed, the rest is vLLM's default. See also TORCHINDUCTOR_DETERMINISTIC below. Not always
-# is that enough, so what must be equal is the traced pair.
+# choices are fixed, the rest is vLLM's default. See also TORCHINDUCTOR_DETERMINISTIC below. That is
+# not always enough, so what must be equal is the traced pair.
 COMPILED = {
     "cudagraph_capture_sizes": SIZES,
     "inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False},

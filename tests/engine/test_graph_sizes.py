@@ -87,6 +87,34 @@ class TestV1:
         assert self.sizes(dispatcher) == [1, 512]
 
 
+class TestReport:
+    @pytest.mark.parametrize(
+        ("fits", "captured", "told"),
+        [
+            (4, 16, "batches of 1, 4 tokens decode as one CUDA graph; those of 8, 16, which may need "
+             "more experts than there are slots, too, their MoE layers in waves inside the graph; "
+             "those of 32 run outside of graphs, their MoE layers in waves"),
+            (4, 4, "batches of 1, 4 tokens decode as one CUDA graph; those of 8, 16, 32 run outside "
+             "of graphs, their MoE layers in waves"),
+            (99, 99, "batches of 1, 4, 8, 16, 32 tokens decode as one CUDA graph; none is too wide "
+             "for that"),
+        ],
+    )  # fmt: skip
+    def test_it_says_how_each_size_decodes(
+        self, fits: int, captured: int, told: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from prefetch_runtime.vllm import graph_sizes
+
+        said: list[str] = []
+        logger = SimpleNamespace(info_once=lambda text, *values: said.append(text % values))
+        monkeypatch.setattr(graph_sizes, "logger", logger)
+        sizes = {1, 4, 8, 16, 32}
+        engine: Any = SimpleNamespace(mode="full", most_tokens=lambda: fits)
+        graph_sizes.report(engine, kept={n for n in sizes if n <= captured}, of=sizes)
+        graph_sizes.report(engine, kept=set(), of=set())
+        assert said == [f"Expert cache: {told}"]
+
+
 class TestV2:
     def manager(self, sizes: list[int]) -> Any:
         from vllm.config import CUDAGraphMode
