@@ -91,15 +91,27 @@ class TestReport:
     @pytest.mark.parametrize(
         ("fits", "captured", "told"),
         [
-            (4, 16, "batches of 1, 4 tokens decode as one CUDA graph; those of 8, 16, which may need "
-             "more experts than there are slots, too, their MoE layers in waves inside the graph; "
-             "those of 32 run outside of graphs, their MoE layers in waves"),
-            (4, 4, "batches of 1, 4 tokens decode as one CUDA graph; those of 8, 16, 32 run outside "
-             "of graphs, their MoE layers in waves"),
-            (99, 99, "batches of 1, 4, 8, 16, 32 tokens decode as one CUDA graph; none is too wide "
-             "for that"),
+            (
+                4,
+                16,
+                "batches of 1, 4 tokens decode as one CUDA graph; those of 8, 16, which may need "
+                "more experts than there are slots, too, their MoE layers in waves inside the "
+                "graph; those of 32 run outside of graphs, their MoE layers in waves",
+            ),
+            (
+                4,
+                4,
+                "batches of 1, 4 tokens decode as one CUDA graph; those of 8, 16, 32 run outside "
+                "of graphs, their MoE layers in waves",
+            ),
+            (
+                99,
+                99,
+                "batches of 1, 4, 8, 16, 32 tokens decode as one CUDA graph; none is too wide "
+                "for that",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_it_says_how_each_size_decodes(
         self, fits: int, captured: int, told: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
