@@ -325,6 +325,7 @@ class Scheduler:
 
     def _fetch(self, layer: LayerCache, demanded: IntArray) -> None:
         """Plan the demand, copy what is absent, publish the mapping once its bytes are there."""
+        self._settle()
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
         plan = layer.table.plan(demanded, self._now)

@@ -160,9 +160,10 @@ class TestConfiguration:
             (b"a=" + b"[" * 50_000, "not valid TOML"),
             (b"#" * ((64 << 10) + 1), "larger than 64 KiB"),
             (b"model = 1\n" + b"a." * 30_000 + b"a = 1", "line 2 has more than 64 dots"),
+            (b"a = [{b = 0x" + b"f" * 5000 + b"}]", "whole number of more than 64 bits"),
             ('"\u2028".'.encode() * 10_000 + b"a = 1", "line 1 has more than 64 dots"),
         ],
-        ids=["cut", "no text", "nested", "huge", "deep", "deep in odd lines"],
+        ids=["cut", "no text", "nested", "huge", "deep", "huge number", "deep in odd lines"],
     )
     def test_a_broken_file_is_refused(self, content: bytes, message: str, tmp_path: Path) -> None:
         path = tmp_path / "bench.toml"

@@ -1,6 +1,7 @@
 """One step of the scheduler: what is copied, in which order, and what the device is told when."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from prefetch_runtime.copier import CopyError, CopyJob, CopyTicket, HostCopier
 from prefetch_runtime.demand_reader import DemandReader, Sent
 from prefetch_runtime.scheduler import LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
+from prefetch_runtime.slots import NotEnoughSlots
 from prefetch_runtime.staging import StagingRing
 from tests.helpers.small_cache import (
     CPU,
@@ -565,6 +567,128 @@ def test_waves_compute_every_row_once_whatever_the_routing(
 
 
 # Set-up and end
+
+
+class AtOnce(RingScheduler):
+    """Notes every hit before it goes on."""
+
+    def _prepare_sent(self, layer: LayerCache, sent: Sent) -> None:
+        self._prepare(layer, *self._receive(layer, sent))
+
+
+def _noted(scheduler: Scheduler) -> list[object]:
+    """All that a step leaves behind, a part per layer."""
+    return [
+        (
+            [part.tolist() for part in layer.table.snapshot()[:4]],
+            replace(layer.table.counters),
+            layer.mapping.tolist(),
+            (layer.steps, layer.waves, layer.experts_read, layer.last_step, layer.is_stale),
+        )
+        for layer in scheduler.layers
+    ]
+
+
+@pytest.mark.parametrize("how", ["waves by expert", "waves by token", "ids known"])
+def test_hits_are_noted_before_the_same_layer_runs_again(how: str) -> None:
+    scheduler = small_cache(4, 2, num_layers=2, scheduler_class=RingScheduler).scheduler
+    for _ in range(2):
+        scheduler.begin_step(decodes=True)
+        scheduler.fetch(0, _ids([0, 1]))
+    owed = scheduler._owed
+    assert owed is not None
+    others = _ids([2], [3], [2])
+    match how:
+        case "waves by expert":
+            assert len(list(scheduler.expert_waves(0, others))) == 1
+        case "waves by token":
+            assert len(list(scheduler.token_waves(0, others))) == 1
+        case _:
+            assert scheduler.fits(0, others)
+            scheduler.fetch(0, others)
+    layer = scheduler.stats().layers[0]
+    assert (layer.hits, layer.misses, layer.steps) == (2, 4, 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hits_that_are_noted_later_leave_what_hits_noted_at_once_do(seed: int) -> None:
+    """Whatever comes between: wide steps, padding, steps that break off, layers that run twice."""
+    chosen = np.random.default_rng(seed)
+    num_layers, num_experts, top_k = 3, 6, 2
+    expert_map = None
+    if seed % 3 == 1:
+        ranks = np.concatenate([np.arange(num_experts), np.full(num_experts, -1)])
+        expert_map = torch.from_numpy(chosen.permutation(ranks).astype(np.int32))
+    caches = [
+        small_cache(
+            num_experts,
+            num_slots=int(3 + seed % 4),
+            num_layers=num_layers,
+            expert_map=expert_map,
+            scheduler_class=scheduler_class,
+            policy=("lru", "lfru")[seed % 2],
+        )
+        for scheduler_class in (RingScheduler, AtOnce)
+    ]
+    later, at_once = (cache.scheduler for cache in caches)
+    num_ids = num_experts if expert_map is None else 2 * num_experts
+    hot = chosen.integers(0, num_ids, (num_layers, 3))
+    were_owed = 0
+
+    def both(action: Callable[[Scheduler], object]) -> None:
+        results: list[object] = []
+        for scheduler in (later, at_once):
+            try:
+                results.append(action(scheduler))
+            except (NotEnoughSlots, ValueError) as error:
+                results.append(str(error))
+        assert results[0] == results[1]
+
+    for _ in range(100):
+        if chosen.random() > 0.4:
+            both(lambda scheduler: scheduler.begin_step(decodes=True))
+        is_wide = chosen.random() < 0.4
+        for layer_idx in range(num_layers):
+            if chosen.random() < 0.3:
+                continue  # as where a step breaks off
+            rows = 5 if is_wide else int(chosen.integers(1, 3))
+            ids = torch.from_numpy(chosen.choice(hot[layer_idx], (rows, top_k)).astype(np.int32))
+            if chosen.random() < 0.3:
+                ids[:] = torch.from_numpy(chosen.integers(-1, num_ids, (rows, top_k)))
+            if chosen.random() < 0.01:
+                ids[0, 0] = -3
+            padding = torch.from_numpy(chosen.random(rows) < 0.2)
+            kind = int(chosen.integers(0, 3))
+
+            def step(
+                scheduler: Scheduler,
+                layer_idx: int = layer_idx,
+                ids: torch.Tensor = ids,
+                padding: torch.Tensor = padding,
+                kind: int = kind if is_wide else 3 + kind % 2,
+            ) -> list[object]:
+                match kind:
+                    case 0:
+                        waves = scheduler.expert_waves(layer_idx, ids)
+                        return [(w.expert_map.tolist(), w.in_wave.tolist()) for w in waves]
+                    case 1 | 2:
+                        return [s.tolist() for _, s in scheduler.token_waves(layer_idx, ids)]
+                    case 3 if not scheduler.fits(layer_idx, ids):
+                        return []
+                pad = None if kind == 3 else padding
+                return [scheduler.fetch(layer_idx, ids, padding=pad).tolist()]
+
+            both(step)
+            were_owed += later._owed is not None
+            if chosen.random() < 0.01:
+                both(lambda scheduler: scheduler.reset())
+        if chosen.random() < 0.5:
+            both(lambda scheduler: [layer.hits for layer in scheduler.stats().layers])
+            assert _noted(later) == _noted(at_once)
+    assert were_owed > 20
+    for cache in caches:
+        assert audit(cache.scheduler) == []
+        cache.scheduler.close()
 
 
 def test_a_layer_cannot_be_added_twice() -> None:

@@ -316,13 +316,27 @@ def load_config_file(path: Path) -> dict[str, Any]:
                     f"{path}: line {number} has more than {MAX_DOTS} dots, and no setting is so "
                     "deep; write each setting as `name = value`, engines below it as `name.engine`"
                 )
-        return tomllib.loads(text)
+        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not valid TOML: {str(error)[:200]}") from None
+    if _has_huge_number(values):  # Python could not even show it
+        raise ConfigError(f"{path} has a whole number of more than 64 bits, which TOML does not")
+    return values
+
+
+def _has_huge_number(values: object) -> bool:
+    left = [values]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and value.bit_length() > 63:
+            return True
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _share(slots: int | str) -> float | None:

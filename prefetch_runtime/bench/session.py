@@ -29,7 +29,7 @@ from prefetch_runtime.bench.results import (
 )
 from prefetch_runtime.bench.routing import make_routing, rates_for, save_routing
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.model_shape import load_config, most_positions
+from prefetch_runtime.model_shape import load_config, most_positions, sources
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.plan import Gpu, Planner, Workload
 from prefetch_runtime.shapes import SHAPES, shape_config
@@ -487,8 +487,7 @@ def _check_prompts(config: BenchConfig) -> None:
 
 
 def _vocabulary(declared: dict[str, Any]) -> int:
-    text = declared.get("text_config")
-    for source in (declared, text if isinstance(text, dict) else {}):
+    for source in sources(declared):
         size = source.get("vocab_size")
         if isinstance(size, int) and size > 32:
             return size
