@@ -36,9 +36,15 @@ MARLIN_GROUPS = (-1, 32, 64, 128)
 """Group sizes that vLLM gives to Marlin; what it does not, it runs in a kernel that is refused."""
 
 
-_SAME_AS = {"auto_awq": "awq", "awq_marlin": "awq", "auto_gptq": "gptq", "gptq_marlin": "gptq"}
+_SAME_AS = {
+    "auto_awq": "awq",
+    "auto_gptq": "gptq",
+    "awq_marlin": "awq",
+    "gpt_oss_mxfp4": "mxfp4",
+    "gptq_marlin": "gptq",
+}
 """Other names of a `quant_method` in vLLM."""
-PER_LAYER = ("auto-round", "fbgemm_fp8", "fp_quant", "inc", "torchao")
+PER_LAYER = ("auto-round", "fbgemm_fp8", "fp_quant", "inc", "modelopt_mixed", "torchao")
 """Values of `quant_method` of which vLLM decides layer by layer, or leaves the experts alone."""
 
 SKIPPED_MODULES = (
@@ -199,7 +205,9 @@ def _of_format(
         case "compressed-tensors":
             return _of_compressed_tensors(quantization)
         case "modelopt" | "modelopt_fp4":
-            algorithm = str(quantization.get("quant_algo"))[:20]
+            algorithm = str(quantization.get("quant_algo"))[:20].upper()
+            if algorithm == "MIXED_PRECISION":  # it names the layers, which may be all others
+                return None
             return f"experts in modelopt's {algorithm} have no kernel that it serves"
     return f"experts of quant_method {str(method)[:40]!r} have no kernel that it serves"
 

@@ -91,6 +91,8 @@ INT4 = {"num_bits": 4, "type": "int", "group_size": 32}
         {"quant_method": "auto_awq", "bits": 4, "group_size": 128},
         {"quant_method": "auto-round", "bits": 4, "group_size": 128},
         {"quant_method": "torchao"},
+        {"quant_method": "modelopt", "quant_algo": "mixed_precision", "quantized_layers": {}},
+        {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["model.*.mlp.experts*"]},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["*mlp*"]},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude": ["*block_sparse_moe*"]},
@@ -131,6 +133,8 @@ def test_a_method_may_be_spelled_as_vllm_takes_it(name: str) -> None:
     quantization["weight_block_size"] = [128, 128]
     assert why_refused(_with(quantization)) is None
     assert (moe_backend(_with(quantization)) == "triton") == (name == "FP8")
+    other = {**GPT_OSS_20B.config, "quantization_config": {"quant_method": "gpt_oss_mxfp4"}}
+    assert why_refused(other) is None
 
 
 @pytest.mark.parametrize(
