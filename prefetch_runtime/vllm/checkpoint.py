@@ -14,7 +14,7 @@ import huggingface_hub as hub
 import torch
 from safetensors import SafetensorError
 
-from prefetch_runtime.checkpoint_files import INDEX, damaged_file
+from prefetch_runtime.checkpoint_files import INDEX, damaged_file, files_read
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.expert_tensors import misfit
 from prefetch_runtime.pinned import HostMemoryError
@@ -144,7 +144,7 @@ def check_sizes(vllm_config: Any) -> bool:
     What vLLM's loader cuts to fit is counted nowhere, so the headers of the files are read.
 
     Returns:
-        False where the files are not here (yet), or are not of a kind that has headers.
+        False where not all files are surely here (yet), or they are not of a kind with headers.
 
     Raises:
         CheckpointError: names the tensor.
@@ -156,7 +156,7 @@ def check_sizes(vllm_config: Any) -> bool:
     wrong = misfit(folder, model.hf_text_config.to_dict())
     if wrong is not None:
         raise CheckpointError(f"{model.model!r}: {wrong}")
-    return True
+    return files_read(folder)[1]
 
 
 def _folder_of(vllm_config: Any) -> Path | None:

@@ -92,7 +92,7 @@ class PrefetchWorker(BaseWorker):
                 is_here = check_sizes(self.vllm_config)
                 with explained(self.model_config.model):
                     super().load_model(*args, **kwargs)
-                if not is_here:  # it was fetched while it was loaded
+                if not is_here:  # it, or a part of it, was fetched while it was loaded
                     check_sizes(self.vllm_config)
             else:
                 super().load_model(*args, **kwargs)

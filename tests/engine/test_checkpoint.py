@@ -1,5 +1,6 @@
 """What a checkpoint brought is counted; one that is not whole is refused by name."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,7 +213,7 @@ def _asked(model: str, **load: Any) -> Any:
 
 
 def _mixtral(folder: Path, *shape: int) -> Path:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     save_file({name: torch.zeros(shape)}, folder / "model.safetensors")
     return folder
@@ -237,6 +238,12 @@ def test_a_model_of_the_hub_is_looked_at_where_it_was_fetched_to(tmp_path: Path)
     _mixtral(model / "snapshots" / ("1" * 40), 4, 2)
     with pytest.raises(CheckpointError, match=r"'a/b': .* in model.safetensors is "):
         check_sizes(_asked("a/b", download_dir=cache))
+    snapshot = model / "snapshots" / ("1" * 40)
+    _mixtral(snapshot, 3, 2)
+    assert check_sizes(_asked("a/b", download_dir=cache))
+    weight_map = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert not check_sizes(_asked("a/b", download_dir=cache)), "fetched in part"
 
 
 def test_a_tensor_that_was_not_taken_is_not_counted() -> None:
