@@ -103,12 +103,14 @@ def plan(
             f"--host-us is of mode segmented, and this plans for {planned}; add --prefetch-mode "
             "segmented, or leave it out"
         )
+    backend = moe_backend(config)
     workload = Workload(
         context=context if context is not None else min(sizes.max_context or 8192, 8192),
         batch=batch,
         mode=planned,
         utilization=utilization,
         staging_slots=_staging_slots(staging_slots),
+        waves_in_graphs=backend != "marlin",
         resident_ms=resident_ms,
         host_us=host_us,
     )
@@ -127,13 +129,13 @@ def plan(
                 "pinned_bytes": sizes.pinned_bytes,
                 "host_available_bytes": plan_report.tightest_host_limit().available_bytes,
                 "workload": asdict(workload),
-                "assumptions": plan_report.assumptions(planners),
+                "assumptions": plan_report.assumptions(planners, plans),
                 "plans": [{**asdict(p), "target_fits": p.target_fits} for p in plans],
             }
         )
     elif is_one:
         plan_report.print_plan(
-            model, planners[0], plans[0], target, backend=moe_backend(config), refused=refused
+            model, planners[0], plans[0], target, backend=backend, refused=refused
         )
     else:
         plan_report.print_sizes(model, planners, plans, target, refused=refused)

@@ -12,10 +12,17 @@ from typing import Literal
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.hit_rates import UNIFORM, HitRates, create_hit_rates
 from prefetch_runtime.model_sizes import ModelSizes
-from prefetch_runtime.waves import MOST_RING_ROWS, rows_of_half
+from prefetch_runtime.waves import (
+    MOST_CAPTURED_WAVES,
+    MOST_RING_ROWS,
+    MOST_TOKENS_IN_WAVES,
+    rows_of_half,
+    worst_waves,
+)
 
 Mode = Literal["full", "segmented", "eager", "resident"]
-"""How a step runs; "resident": vLLM alone, without the cache."""
+"""How a step runs; "resident": vLLM alone, without the cache. "eager" also where a mode with graphs
+has none for the batch."""
 
 # Of a step with every expert resident, what is not reading memory. Fitted to Qwen3-30B-A3B's shape
 # in vLLM on one H200: 4.08 ms for 48 layers, 2.05 and 3.10 ms for 16 at batch 1 and 8 as one graph,
@@ -25,6 +32,9 @@ GRAPH_LAYER_US = 45.0
 EAGER_LAYER_US = 1200.0
 # A layer that runs in waves, outside of any graph: 28 to 38 ms on top of the copies for 16 layers.
 WAVE_LAYER_US = 2000.0
+# Each wave but the first of an MoE layer inside a graph: some ten small kernels, with experts or
+# without; the experts themselves are in the resident step. Assumed, not measured.
+GRAPH_WAVE_US = 50.0
 # Mode segmented: the host's own part of one MoE layer, all hit, without prediction, as measured
 # without a GPU (benchmarks/bench_segments.py). Waiting for the ids and launching come on top.
 SEGMENT_HOST_US = 14.0
@@ -112,6 +122,8 @@ class Workload:
     utilization: float = UTILIZATION
     """Share of the GPU that vLLM may use (`--gpu-memory-utilization`)."""
     staging_slots: int | Literal["auto"] = "auto"
+    waves_in_graphs: bool = True
+    """Mode full: whether batches that may not fit are captured; with Marlin's kernels none is."""
     resident_ms: float | None = None
     """A measured step with every expert resident, instead of the model's."""
     host_us: float | None = None
@@ -158,6 +170,8 @@ class Estimate:
     slots_per_layer: int
     slot_bytes: int
     mode: Mode
+    waves: int
+    """Most that an MoE layer may need, the slots' included; 1: the batch always fits."""
     hit_rate: float
     resident_ms: float
     copy_ms: float
@@ -215,12 +229,7 @@ class Planner:
         sizes, workload = self.sizes, self.workload
         usable = int(self.gpu.gib * 2**30 * workload.utilization)
         # Two halves, as the runtime allocates them, for all layers together.
-        half = rows_of_half(
-            workload.staging_slots,
-            expert_bytes=sizes.expert_bytes,
-            num_experts=sizes.num_experts,
-        )
-        staging = 2 * half * sizes.expert_bytes
+        staging = 2 * self._rows_of_half() * sizes.expert_bytes
         kv_cache = workload.batch * sizes.kv_bytes(workload.context)
         activations = int(ACTIVATIONS_SHARE * usable)
         left = usable - sizes.dense_bytes - kv_cache - activations
@@ -242,15 +251,17 @@ class Planner:
         """A decode step with `slots` per layer, whether they fit or not."""
         sizes, batch = self.sizes, self.workload.batch
         demand = (rates or self.rates).demand(slots)
-        mode = self._mode(slots)
+        waves = self._waves(slots)
+        mode = self._mode(slots, waves)
         absent = demand.absent if mode != "resident" else 0.0
         missed = sizes.num_moe_layers * absent * sizes.expert_bytes
-        resident = self._resident_us(mode, demand.demanded, in_waves=self.runs_in_waves(slots))
+        resident = self._resident_us(mode, demand.demanded, waves)
         copy = missed / (self.gpu.link_gbs * 1e3)
         return Estimate(
             slots_per_layer=slots,
             slot_bytes=sizes.slot_bytes(slots),
             mode=mode,
+            waves=waves,
             hit_rate=1 - absent / demand.demanded,
             resident_ms=resident / 1e3,
             copy_ms=copy / 1e3,
@@ -312,27 +323,49 @@ class Planner:
                 low = middle + 1
         return self.estimate(low)
 
-    def _mode(self, slots: int) -> Mode:
-        sizes, workload = self.sizes, self.workload
-        if slots >= sizes.num_experts:
+    def _mode(self, slots: int, waves: int) -> Mode:
+        workload = self.workload
+        if slots >= self.sizes.num_experts:
             return "resident"
-        # A graph is only captured for batches whose experts always fit the slots.
-        return workload.mode if self.widest() <= slots else "eager"
+        if waves == 1:
+            return workload.mode
+        # Of what may not fit the slots, that is captured which `DeviceScheduler.captures` allows.
+        is_captured = (
+            workload.mode == "full"
+            and workload.waves_in_graphs
+            and workload.batch <= MOST_TOKENS_IN_WAVES
+            and waves <= MOST_CAPTURED_WAVES
+        )
+        return "full" if is_captured else "eager"
 
-    def runs_in_waves(self, slots: int) -> bool:
-        """Whether a step may need more experts of a layer than it has slots."""
-        return slots < self.widest()
+    def _waves(self, slots: int) -> int:
+        sizes = self.sizes
+        return worst_waves(
+            self.workload.batch * sizes.top_k,
+            num_experts=sizes.num_experts,
+            num_slots=slots,
+            rows=self._rows_of_half(),
+        )
+
+    def _rows_of_half(self) -> int:
+        sizes = self.sizes
+        return rows_of_half(
+            self.workload.staging_slots,
+            expert_bytes=sizes.expert_bytes,
+            num_experts=sizes.num_experts,
+        )
 
     def widest(self) -> int:
-        """Most experts that a step can demand of a layer; with as many slots it is one graph."""
+        """Most experts that a step can demand of a layer; with as many slots it has no waves."""
         return min(self.workload.batch * self.sizes.top_k, self.sizes.num_experts)
 
-    def _resident_us(self, mode: Mode, demanded: float, *, in_waves: bool) -> float:
+    def _resident_us(self, mode: Mode, demanded: float, waves: int) -> float:
         sizes, workload = self.sizes, self.workload
         host = SEGMENT_HOST_US if workload.host_us is None else workload.host_us
-        waited = sizes.num_moe_layers * host if mode == "segmented" else 0.0
+        of_layer = {"segmented": host, "full": (waves - 1) * GRAPH_WAVE_US}
+        beside = sizes.num_moe_layers * of_layer.get(mode, 0.0)
         if workload.resident_ms is not None:
-            return workload.resident_ms * 1e3 + waited
+            return workload.resident_ms * 1e3 + beside
         read = (
             sizes.dense_read_bytes
             + sizes.num_moe_layers * demanded * sizes.expert_bytes
@@ -340,9 +373,9 @@ class Planner:
         )
         reading = read / (self.gpu.memory_gbs * 1e3)
         if mode == "eager":
-            layer_us = WAVE_LAYER_US if in_waves else EAGER_LAYER_US
+            layer_us = WAVE_LAYER_US if waves > 1 else EAGER_LAYER_US
             return max(reading, layer_us * sizes.num_layers)
-        return reading + GRAPH_STEP_US + GRAPH_LAYER_US * sizes.num_layers + waited
+        return reading + GRAPH_STEP_US + GRAPH_LAYER_US * sizes.num_layers + beside
 
 
 def rounded(value: float, digits: int = 2) -> float:

@@ -78,7 +78,9 @@ def _staging(planner: Planner) -> _Change | None:
     )
     if half == 1:
         return None
-    return "--staging-slots 2 (prompts in more waves)", _working(planner, staging_slots=2)
+    return "--staging-slots 2 (prompts and wide batches in more waves)", _working(
+        planner, staging_slots=2
+    )
 
 
 def _batch(planner: Planner) -> _Change | None:

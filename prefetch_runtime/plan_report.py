@@ -14,15 +14,29 @@ from prefetch_runtime.doctor import Machine, Report
 from prefetch_runtime.model_refusals import refused_line
 from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
-from prefetch_runtime.plan import SEGMENT_HOST_US, UTILIZATION, Plan, Planner, rounded
+from prefetch_runtime.plan import (
+    GRAPH_WAVE_US,
+    SEGMENT_HOST_US,
+    UTILIZATION,
+    Estimate,
+    Plan,
+    Planner,
+    rounded,
+)
 from prefetch_runtime.plan_levers import levers
 from prefetch_runtime.shapes import SHAPES
+from prefetch_runtime.waves import MOST_CAPTURED_WAVES, MOST_TOKENS_IN_WAVES
 
 CAVEAT = (
     "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 10 % where a "
     "graph is replayed and experts miss, up to 35 % off where the host bounds the step (all "
-    "resident at batch 1 or 2, waves, mode eager); mode segmented has not been compared."
+    "resident at batch 1 or 2, waves outside of any graph, mode eager); mode segmented and waves "
+    "inside a graph have not been compared."
 )
+
+# How a step that may not fit is called in the column of modes.
+_CAPTURED_WAVES = "full+waves"
+_WAVES = "waves"
 
 out = Console(highlight=False)
 
@@ -32,7 +46,7 @@ def tightest_host_limit() -> MemoryLimit:
     return min(memory_limits(), key=lambda limit: limit.available_bytes)
 
 
-def assumptions(planners: Sequence[Planner]) -> dict[str, str]:
+def assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> dict[str, str]:
     """What the numbers rest on, and whether it was measured, given, published or assumed."""
     planner = planners[0]
     sizes, workload, gpu = planner.sizes, planner.workload, planner.gpu
@@ -59,6 +73,12 @@ def assumptions(planners: Sequence[Planner]) -> dict[str, str]:
             "prediction; waiting for the ids and launching come on top and were not measured"
             if workload.host_us is None
             else f"{workload.host_us:g} us at each MoE layer, given"
+        )
+    shown = [estimate for plan in plans for estimate in (*plan.estimates, plan.target)]
+    if any(estimate is not None and _has_captured_waves(estimate) for estimate in shown):
+        found["waves"] = (
+            f"assumed: {GRAPH_WAVE_US:g} us for each wave but the first of an MoE layer inside the "
+            "graph, as many as the worst routing needs; not measured"
         )
     found["activations"] = "assumed: a tenth of what vLLM may use, graphs included"
     if sizes.notes:
@@ -104,7 +124,7 @@ def print_plan(
     _print_other_mode(planner, plan)
     if target is not None:
         out.print(_target_line(plan, target))
-    _print_assumptions([planner])
+    _print_assumptions([planner], [plan])
     if refused is not None:
         out.print()
         print_refusal(refused)
@@ -150,16 +170,14 @@ def print_sizes(
         "GB/s: of the link. tokens/s: of all sequences, every miss waited for; at best: every copy "
         "beside compute. all: vLLM alone serves them. --gpu-gib shows one size in full."
     )
-    in_waves = [
-        f"{plan.gpu.gib:g}"
-        for planner, plan in zip(planners, plans, strict=True)
-        if plan.best is not None and planner.runs_in_waves(plan.best.slots_per_layer)
-    ]
-    if in_waves:
-        out.print(
-            f"In waves, outside of any graph, on {', '.join(in_waves)} GiB: the batch may need "
-            f"{planners[0].widest()} slots."
-        )
+    for name, where in ((_CAPTURED_WAVES, "inside the graph"), (_WAVES, "outside of any graph")):
+        bests = [(plan.gpu, plan.best) for plan in plans if plan.best is not None]
+        gibs = [f"{gpu.gib:g}" for gpu, best in bests if _mode_of(best) == name]
+        if gibs:
+            out.print(
+                f"In waves, {where}, on {', '.join(gibs)} GiB: the batch may need "
+                f"{planners[0].widest()} slots."
+            )
     if workload.mode == "eager":
         out.print("This is mode eager, bound by the host; mode full is one CUDA graph per step.")
     if workload.mode == "segmented":
@@ -167,7 +185,7 @@ def print_sizes(
             "This is mode segmented, which waits for the host at each MoE layer; mode full does "
             "not."
         )
-    _print_assumptions(planners)
+    _print_assumptions(planners, plans)
     if refused is not None:
         out.print()
         print_refusal(refused)
@@ -253,7 +271,7 @@ def _print_estimates(planner: Planner, plan: Plan) -> None:
             f"{estimate.slots_per_layer}/{sizes.num_experts}",
             _gib(estimate.slot_bytes),
             f"{estimate.hit_rate:.0%}",
-            "waves" if planner.runs_in_waves(estimate.slots_per_layer) else estimate.mode,
+            _mode_of(estimate),
             f"{rounded(estimate.resident_ms):g}",
             f"{rounded(estimate.copy_ms):g}",
             _speed(estimate.tokens_per_s),
@@ -264,26 +282,48 @@ def _print_estimates(planner: Planner, plan: Plan) -> None:
         "step: without misses. tokens/s: of all sequences, every miss waited for; at best: every "
         "copy beside compute."
     )
-    if any(planner.runs_in_waves(e.slots_per_layer) for e in plan.estimates):
-        out.print("waves: fewer slots than the batch may need; outside of any graph.")
-        _print_graph_hint(planner, plan)
+    named = {_mode_of(estimate) for estimate in plan.estimates}
+    fewer = "fewer slots than the batch may need"
+    if _CAPTURED_WAVES in named:
+        out.print(f"{_CAPTURED_WAVES}: {fewer}; in waves inside the graph.")
+    if _WAVES in named:
+        out.print(f"{_WAVES}: {fewer}; outside of any graph{_why_outside(planner)}.")
+    _print_wave_hint(planner, plan)
 
 
-def _print_graph_hint(planner: Planner, plan: Plan) -> None:
+def _why_outside(planner: Planner) -> str:
+    workload = planner.workload
+    if workload.mode != "full":
+        return ""
+    if not workload.waves_in_graphs:
+        return ", as Marlin's kernels are not captured in waves"
+    return f", which takes {MOST_TOKENS_IN_WAVES} sequences and {MOST_CAPTURED_WAVES} waves at most"
+
+
+def _has_captured_waves(estimate: Estimate) -> bool:
+    return estimate.mode == "full" and estimate.waves > 1
+
+
+def _mode_of(estimate: Estimate) -> str:
+    if estimate.waves == 1:
+        return estimate.mode
+    return _CAPTURED_WAVES if _has_captured_waves(estimate) else _WAVES
+
+
+def _print_wave_hint(planner: Planner, plan: Plan) -> None:
     """How many slots, or how small a batch, would not run in waves."""
     widest, sizes = planner.widest(), planner.sizes
     most = plan.memory.slots_per_layer
-    if not planner.runs_in_waves(most):
+    if widest <= most:
         return
-    what = "without waves" if planner.workload.mode == "eager" else "as one graph"
-    if planner.workload.mode == "segmented":
-        what = "in graphs"
     fewer = most // sizes.top_k
     smaller = f"{fewer} sequence" if fewer == 1 else f"{fewer} sequences"
     if widest < sizes.num_experts:
-        out.print(f"{widest} slots would decode this batch {what}; {most} do so for {smaller}.")
+        out.print(
+            f"{widest} slots would decode this batch without waves; {most} do so for {smaller}."
+        )
     else:
-        out.print(f"{most} slots decode {smaller} {what}; this batch may need every expert.")
+        out.print(f"{most} slots decode {smaller} without waves; this batch may need every expert.")
 
 
 def _print_levers(planner: Planner) -> None:
@@ -305,9 +345,10 @@ def _print_other_mode(planner: Planner, plan: Plan) -> None:
     slots = plan.best.slots_per_layer
     other = Planner(planner.sizes, planner.gpu, workload, planner.rates).estimate(slots)
     if other.mode == "full":
+        what = ", waves inside" if other.waves > 1 else ""
         out.print(
-            f"As one CUDA graph per step (--prefetch-mode full): {_speed(other.tokens_per_s)} "
-            f"tokens/s with {slots} slots."
+            f"As one CUDA graph per step{what} (--prefetch-mode full): "
+            f"{_speed(other.tokens_per_s)} tokens/s with {slots} slots."
         )
 
 
@@ -322,9 +363,9 @@ def _target_line(plan: Plan, target: float) -> str:
     )
 
 
-def _print_assumptions(planners: Sequence[Planner]) -> None:
+def _print_assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> None:
     out.print("\nassumptions", style="bold")
-    _print_pairs((f"  {name}", what) for name, what in assumptions(planners).items())
+    _print_pairs((f"  {name}", what) for name, what in assumptions(planners, plans).items())
     out.print(CAVEAT)
 
 

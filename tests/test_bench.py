@@ -873,6 +873,22 @@ class TestSession:
         assert 0.6 < by["full", 32, 1]["plan_hit_rate"] < 0.95
         assert "plan_step_ms" not in by["uva", 32, 1]
 
+    def test_plan_knows_which_waves_run_inside_the_graph(
+        self, tmp_path: Path, fake: list[dict[str, Any]]
+    ) -> None:
+        assert fake == []
+
+        def step_ms(**more: Any) -> float:
+            config = {"engines": ["full"], "slots": [32], "layers": 8, "batches": [8], **more}
+            (row,) = self.go(tmp_path, config=config).rows
+            return float(row["plan_step_ms"])
+
+        # 64 experts may take 3 waves with the default ring, and 33 with the smallest.
+        inside = step_ms()
+        outside = step_ms(staging_slots=2)
+        assert 8 < outside - inside < 8 * 2.0
+        assert step_ms(moe_backend="marlin") == pytest.approx(outside)
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

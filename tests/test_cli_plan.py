@@ -146,7 +146,7 @@ class TestPlan:
         text = " ".join(ran.out.split())
         assert "host assumed: 14 us at each MoE layer, its part alone, without prediction" in text
         assert "launching come on top and were not measured" in text
-        assert "mode segmented has not been compared" in text
+        assert "mode segmented and waves inside a graph have not been compared" in text
         given = run("plan", qwen, *gpu, "--prefetch-mode", "segmented", "--host-us", "90.5")
         assert "host 90.5 us at each MoE layer, given" in " ".join(given.out.split())
         if gpu:
@@ -318,7 +318,7 @@ class TestPlan:
         assert ran.status == 1
         assert said in json.loads(ran.out)["refused"]
 
-    def test_rows_in_waves_are_called_so_and_the_slots_for_one_graph_are_named(
+    def test_rows_in_waves_are_called_so_and_the_slots_without_them_are_named(
         self, run: Callable[..., Ran], qwen: str
     ) -> None:
         def modes(out: str) -> dict[str, str]:
@@ -327,9 +327,13 @@ class TestPlan:
 
         ran = run("plan", qwen, "--gpu-gib", "16", "--batch", "3")
         _narrow(ran.out)
-        assert modes(ran.out) == {"8/128": "waves", "16/128": "waves", "18/128": "waves"}
-        assert "24 slots would decode this batch as one graph; 18 do so for 2" in ran.out
-        assert "tokens/s: of all sequences, every miss waited for" in " ".join(ran.out.split())
+        assert modes(ran.out) == dict.fromkeys(("8/128", "16/128", "18/128"), "full+waves")
+        assert "full+waves: fewer slots than the batch may need; in waves inside" in ran.out
+        assert "outside of any graph." not in ran.out
+        assert "24 slots would decode this batch without waves; 18 do so for 2" in ran.out
+        text = " ".join(ran.out.split())
+        assert "tokens/s: of all sequences, every miss waited for" in text
+        assert "waves assumed: 50 us for each wave but the first of an MoE layer inside" in text
         fits = run("plan", qwen, "--gpu-gib", "24", "--batch", "3")
         assert list(modes(fits.out).items())[-3:] == [
             ("24/128", "full"),
@@ -337,21 +341,54 @@ class TestPlan:
             ("34/128", "full"),
         ]
         assert "would decode this batch" not in fits.out
+        fitting = run("plan", qwen, "--gpu-gib", "24")
+        assert "full+waves" not in fitting.out
+        assert "50 us" not in fitting.out
         eager = run("plan", qwen, "--gpu-gib", "16", "--batch", "3", "--prefetch-mode", "eager")
         assert set(modes(eager.out).values()) == {"waves"}
         assert "24 slots would decode this batch without waves" in eager.out
+        assert "waves: fewer slots than the batch may need; outside of any graph.\n" in eager.out
+        assert "50 us" not in eager.out
+        assert "As one CUDA graph per step, waves inside (--prefetch-mode full): 10" in eager.out
         alone = run("plan", qwen, "--gpu-gib", "16", "--prefetch-mode", "eager")
         assert set(modes(alone.out).values()) == {"eager"}
         every = run("plan", qwen, "--gpu-gib", "24", "--batch", "16", "--context", "512")
-        assert "4 sequences as one graph; this batch may need every expert." in every.out
+        assert "4 sequences without waves; this batch may need every expert." in every.out
         told = json.loads(run("plan", qwen, "--gpu-gib", "16", "--batch", "3", "--json").out)
-        assert {e["mode"] for e in told["plans"][0]["estimates"]} == {"eager"}
+        found = {(e["mode"], e["waves"]) for e in told["plans"][0]["estimates"]}
+        assert found == {("full", 2)}
+        assert told["assumptions"]["waves"].endswith("not measured")
+
+    def test_why_waves_are_outside_of_the_graph_is_said(
+        self, run: Callable[..., Ran], qwen: str, tmp_path: Path
+    ) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "24", "--batch", "65", "--context", "64")
+        _narrow(ran.out)
+        text = " ".join(ran.out.split())
+        assert "outside of any graph, which takes 64 sequences and 9 waves at most." in text
+        few = ["--gpu-gib", "24", "--batch", "5", "--staging-slots", "2", "--context", "512"]
+        rows = [line.split() for line in run("plan", qwen, *few).out.splitlines()]
+        modes = {row[0]: row[3] for row in rows if len(row) == 8 and "/128" in row[0]}
+        assert list(modes.items())[1:3] == [("16/128", "waves"), ("32/128", "full+waves")]
+        awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+        model = _folder(tmp_path, {**QWEN3_30B.config, "quantization_config": awq})
+        ran = run("plan", model, "--gpu-gib", "8", "--batch", "8", "--context", "512")
+        _narrow(ran.out)
+        text = " ".join(ran.out.split())
+        assert "full+waves" not in text
+        assert "outside of any graph, as Marlin's kernels are not captured in waves." in text
 
     def test_sizes_that_decode_in_waves_are_named(self, run: Callable[..., Ran], qwen: str) -> None:
         ran = run("plan", qwen, "--batch", "3")
         _narrow(ran.out)
-        assert "on 12, 16 GiB: the batch may need 24 slots." in " ".join(ran.out.split())
+        text = " ".join(ran.out.split())
+        assert "In waves, inside the graph, on 12, 16 GiB: the batch may need 24 slots." in text
+        assert "outside of any graph, on" not in text
         assert "In waves" not in run("plan", qwen).out
+        both = run("plan", qwen, "--batch", "6", "--context", "512", "--staging-slots", "4")
+        text = " ".join(both.out.split())
+        assert "In waves, inside the graph, on 24 GiB: the batch may need 48 slots." in text
+        assert "In waves, outside of any graph, on 8, 12, 16 GiB: the batch may need 48" in text
 
     def test_the_kernel_that_serves_a_quantised_model_is_in_its_command(
         self, run: Callable[..., Ran], tmp_path: Path

@@ -1,5 +1,7 @@
 """The device scheduler on a CPU device: the host's decisions, made by interpreted kernels."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,15 @@ from prefetch_runtime.audit import audit
 from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import HostCopier
 from prefetch_runtime.device_scheduler import DeviceScheduler
+from prefetch_runtime.hit_rates import create_hit_rates
 from prefetch_runtime.host_store import HostStore, RecordLayout
+from prefetch_runtime.model_sizes import model_sizes
+from prefetch_runtime.plan import Planner, Workload, typical_gpu
 from prefetch_runtime.scheduler import LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.staging import StagingRing
 from prefetch_runtime.waves import worst_waves
+from tests.helpers.model_configs import QWEN3_30B
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 2, 12, 5, 2
@@ -196,6 +202,19 @@ def test_a_plan_without_kernels_counts_the_same_waves(num_assignments: int) -> N
     assert device._stream is not None
     sizes = {"num_experts": NUM_EXPERTS, "num_slots": NUM_SLOTS, "rows": 2}
     assert device._stream.num_waves(num_assignments) == worst_waves(num_assignments, **sizes)
+
+
+@pytest.mark.parametrize("waves_in_graphs", [True, False])
+@pytest.mark.parametrize("experts", [NUM_EXPERTS, 64])
+def test_a_plan_knows_what_is_captured(experts: int, waves_in_graphs: bool) -> None:
+    device = _build(_with_ring(DeviceScheduler), experts=experts)
+    device.waves_in_graphs = waves_in_graphs
+    sizes = replace(model_sizes(QWEN3_30B.config), num_experts=experts, top_k=TOP_K)
+    for batch in range(1, 70):
+        rates = create_hit_rates("uniform", num_experts=experts, top_k=TOP_K, batch=batch)
+        work = Workload(context=1, batch=batch, staging_slots=4, waves_in_graphs=waves_in_graphs)
+        estimate = Planner(sizes, typical_gpu(24), work, rates).estimate(NUM_SLOTS)
+        assert (estimate.mode == "full") == device.captures(batch, TOP_K), batch
 
 
 def test_what_a_failed_step_has_sent_ahead_is_forgotten() -> None:

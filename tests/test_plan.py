@@ -118,20 +118,53 @@ class TestEstimate:
         assert plan.uniform.tokens_per_s < plan.best.tokens_per_s < plan.best.tokens_per_s_at_best
 
     @pytest.mark.parametrize(
-        ("slots", "batch", "asked", "mode"),
+        ("slots", "batch", "more", "mode", "waves"),
         [
-            (32, 4, "full", "full"),
-            (32, 5, "full", "eager"),  # 40 experts may not fit 32 slots: no graph, waves
-            (127, 16, "full", "eager"),
-            (128, 16, "full", "resident"),
-            (32, 1, "eager", "eager"),
-            (128, 1, "eager", "resident"),
+            (32, 4, {}, "full", 1),
+            (32, 5, {}, "full", 2),  # 40 experts may not fit 32 slots; half of the ring holds 16
+            (24, 5, {}, "full", 2),
+            (23, 5, {}, "full", 3),
+            (32, 5, {"staging_slots": 2}, "full", 9),
+            (31, 5, {"staging_slots": 2}, "eager", 10),
+            (8, 64, {}, "full", 9),
+            (8, 65, {}, "eager", 9),
+            (32, 5, {"waves_in_graphs": False}, "eager", 2),
+            (32, 4, {"waves_in_graphs": False}, "full", 1),
+            (128, 16, {}, "resident", 1),
+            (32, 1, {"mode": "eager"}, "eager", 1),
+            (32, 5, {"mode": "eager"}, "eager", 2),
+            (32, 5, {"mode": "segmented"}, "eager", 2),
+            (128, 1, {"mode": "eager"}, "resident", 1),
         ],
     )
-    def test_a_graph_needs_slots_for_the_widest_batch(
-        self, slots: int, batch: int, asked: str, mode: str
+    def test_a_graph_holds_batches_that_fit_or_need_few_waves(
+        self, slots: int, batch: int, more: dict[str, Any], mode: str, waves: int
     ) -> None:
-        assert planner(batch=batch, mode=asked).estimate(slots).mode == mode
+        found = planner(batch=batch, **more).estimate(slots)
+        assert (found.mode, found.waves) == (mode, waves)
+
+    @pytest.mark.parametrize("resident_ms", [None, 5.0])
+    def test_waves_inside_the_graph_come_on_top_of_its_step(
+        self, resident_ms: float | None
+    ) -> None:
+        sizes = replace(QWEN, num_moe_layers=40)
+        work = Workload(context=1, batch=5, resident_ms=resident_ms)
+        of = Planner(sizes, typical_gpu(24), work, Fixed(30, 0.5))
+        fits = of.estimate(40)
+        for slots, more in ((39, 1), (24, 1), (23, 2), (8, 2)):
+            found = of.estimate(slots)
+            assert found.resident_ms == pytest.approx(fits.resident_ms + more * 40 * 0.05)
+            assert found.copy_ms == fits.copy_ms == pytest.approx(40 * 15 * 9_437_184 / 25e6)
+
+    @pytest.mark.parametrize(
+        "more",
+        [{"batch": 65}, {"mode": "eager"}, {"mode": "segmented"}, {"waves_in_graphs": False}],
+    )
+    def test_waves_outside_of_any_graph_take_2_ms_a_layer(self, more: dict[str, Any]) -> None:
+        work = Workload(**{"context": 1, "batch": 16, **more})
+        found = Planner(QWEN, typical_gpu(24), work, Fixed(60, 0.5)).estimate(64)
+        assert found.waves > 1
+        assert found.resident_ms == pytest.approx(48 * 2.0)
 
     @pytest.mark.parametrize(
         ("sizes", "mode", "batch", "slots", "hit_rate", "measured_ms"),
@@ -166,6 +199,7 @@ class TestEstimate:
     @pytest.mark.parametrize(
         ("batch", "slots", "demanded", "absent", "measured_ms"),
         [
+            # Rows whose batch may not fit ran in waves outside of the graph then.
             (1, 128, 8.0, 0.0, 1.43),
             (2, 128, 14.0, 0.0, 2.11),
             (4, 128, 23.7, 0.0, 2.39),
@@ -191,7 +225,7 @@ class TestEstimate:
     ) -> None:
         """16 layers, calibrated routing, one H200: benchmarks/README.md."""
         gpu = typical_gpu(141, memory_gbs=4060, link_gbs=54.7)
-        work = Workload(context=288, batch=batch, mode="full")
+        work = Workload(context=288, batch=batch, waves_in_graphs=False)
         rates = Fixed(demanded, 1 - absent / demanded)
         estimate = Planner(QWEN_16_LAYERS, gpu, work, rates).estimate(slots)
         step_ms = estimate.resident_ms + estimate.copy_ms
@@ -325,7 +359,8 @@ class TestSegmented:
 
     def test_batches_that_might_not_fit_run_in_waves_and_all_experts_need_no_cache(self) -> None:
         wide = planner(mode="segmented", batch=8)
-        assert wide.estimate(32).resident_ms == planner(batch=8).estimate(32).resident_ms
+        eager = planner(mode="eager", batch=8).estimate(32)
+        assert wide.estimate(32).resident_ms == eager.resident_ms
         assert wide.estimate(32).mode == "eager"
         assert wide.estimate(128).mode == "resident"
         assert wide.estimate(128).resident_ms == planner(batch=8).estimate(128).resident_ms
