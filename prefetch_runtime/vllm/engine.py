@@ -163,7 +163,7 @@ class PrefetchEngine:
         return traces and bool(self._gates) and None not in self._gates
 
     def warm_up(self) -> None:
-        """Called once the model is loaded, before vLLM warms up and captures its graphs."""
+        """Load the kernels: before vLLM first captures a graph, and again costs little."""
         most = self._vllm_config.scheduler_config.max_num_batched_tokens
         self.scheduler.warm_up(self._top_k, most)
 

@@ -52,7 +52,12 @@ class PrefetchModelRunner:
         return result
 
     def profile_cudagraph_memory(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM captures a few graphs to see what they weigh."""
+        """vLLM captures a few graphs to see what they weigh, before the worker warms anything up.
+
+        CUDA refuses to load a kernel while a stream is captured, and the waves of a graph have
+        kernels that no step outside of graphs runs.
+        """
+        self.prefetch_engine.warm_up()
         with self.prefetch_engine.capturing():
             return super().profile_cudagraph_memory(*args, **kwargs)  # type: ignore[misc]
 

@@ -1,6 +1,6 @@
 """What mode `segmented` changes around vLLM: who captures, on which stream, what is recorded."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +30,8 @@ def runner_with(captures: Any) -> Any:
     runner = runner_class(Runner)()
     engine = SimpleNamespace(captures=captures)
     runner.prefetch_engine = SimpleNamespace(
-        capturing=lambda: PrefetchEngine.capturing(cast(PrefetchEngine, engine))
+        warm_up=lambda: None,
+        capturing=lambda: PrefetchEngine.capturing(cast(PrefetchEngine, engine)),
     )
     return runner
 
@@ -50,6 +51,23 @@ def test_in_other_modes_vllm_captures_what_it_always_does() -> None:
     runner = runner_with(None)
     assert runner.capture_model() == (torchs, False)
     assert runner.profile_cudagraph_memory() is torchs
+
+
+def test_the_kernels_are_loaded_before_vllm_profiles_its_graphs() -> None:
+    called: list[str] = []
+
+    class Noting(Runner):
+        def profile_cudagraph_memory(self) -> Any:
+            called.append("profile")
+
+    from prefetch_runtime.vllm.model_runner import runner_class
+
+    runner: Any = runner_class(Noting)()
+    runner.prefetch_engine = SimpleNamespace(
+        warm_up=lambda: called.append("warm up"), capturing=nullcontext
+    )
+    runner.profile_cudagraph_memory()
+    assert called == ["warm up", "profile"]
 
 
 def test_shared_experts_get_no_stream_of_their_own() -> None:
