@@ -274,6 +274,12 @@ class DeviceScheduler(Scheduler):
                 hook.fill(layer_idx + 1)
         return slot_ids
 
+    def _join(self) -> None:
+        """Before a layer's wide step: what the layer before has predicted for it ends first. Only
+        where layers differ in top_k is one step wide in some layers alone."""
+        if self._branch is not None and self._branch.is_forked:
+            self._branch.join()
+
     def _resolve(
         self, layer_idx: int, topk_ids: torch.Tensor, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -291,6 +297,7 @@ class DeviceScheduler(Scheduler):
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """As in `Scheduler`; the host reads the ids to find the runs, the device plans each."""
         self._begin_layer(layer_idx, topk_ids, guesses)
+        self._join()
         for run in cut_by_token(topk_ids.cpu().numpy(), self.table.num_slots):
             self._layers[layer_idx].waves += 1
             yield run, self._resolve(layer_idx, topk_ids[run])
@@ -333,6 +340,7 @@ class DeviceScheduler(Scheduler):
         layer, stream = self._layer(layer_idx), self._stream
         assert stream is not None
         self._begin_layer(layer_idx, topk_ids, guesses, padding)
+        self._join()
         table, ring = self.table, self._staging_of(layer)
         report = table.plan_wide(layer_idx, without_padding(topk_ids, padding), evict=True)
         wave_of: torch.Tensor | None = None
@@ -358,6 +366,7 @@ class DeviceScheduler(Scheduler):
         time that it waits. Of what it reads it changes nothing; it issues the copies."""
         table, index = self.table, layer.layer_idx
         self._begin_layer(index, topk_ids, guesses)
+        self._join()
         report = table.plan_wide(index, topk_ids, evict=self._decodes)
         # The first layer reads the slots of all, for what is sent ahead; they change only in their
         # own layer's turn.

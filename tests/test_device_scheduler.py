@@ -293,6 +293,37 @@ def test_a_forecast_is_brought_in_before_its_demand() -> None:
     assert audit(device) == []
 
 
+@pytest.mark.parametrize("how", ["captured", "by the host", "by token"])
+def test_a_forecast_for_a_layer_that_runs_in_waves_ends_before_them(how: str) -> None:
+    """As where layers differ in top_k, so that one step fits the slots of some alone."""
+    device = _build(_with_ring(DeviceScheduler))
+    assert isinstance(device, DeviceScheduler)
+    shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    device.predict_on_device(create_predictor("next_gate", shape))
+    store, branch = device.layer(1).store, device._branch
+    assert branch is not None
+    ids = _ids(*([2 * at, 2 * at + 1] for at in range(NUM_EXPERTS // 2)))
+    for _ in range(2):
+        device.begin_step(decodes=True)
+        device.fetch(0, _ids([1, 2]), guesses=lambda: torch.tensor([[9, 3, 4]]))
+        assert branch.is_forked
+        if how == "by token":
+            for run, slots in device.token_waves(1, ids):
+                rows = device.slot_buffers(1).tensors["w13_weight"][slots.long()]
+                assert torch.equal(rows, store.tensor("w13_weight")[ids[run].long()])
+        else:
+            run_in_waves = device.captured_waves if how == "captured" else device.expert_waves
+            for wave in run_in_waves(1, ids):
+                assert not branch.is_forked
+                experts = ids[wave.in_wave].long()
+                rows = wave.buffers.tensors["w13_weight"][wave.expert_map[experts].long()]
+                assert torch.equal(rows, store.tensor("w13_weight")[experts])
+        assert not branch.is_forked
+        assert audit(device) == []
+        device.table.check_integrity()
+    assert device.stats().layers[1].prefetched > 0
+
+
 def test_a_predictor_without_kernels_is_refused() -> None:
     device = _device()
     shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
