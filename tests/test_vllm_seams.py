@@ -543,9 +543,24 @@ class TestGraphs:
         self, vllm: Source
     ) -> None:
         path = "forward_context.py"
-        assert "slot_mapping" in fields(vllm.cls(path, "ForwardContext"))
+        assert {"slot_mapping", "no_compile_layers"} <= set(
+            fields(vllm.cls(path, "ForwardContext"))
+        )
         assert parameters(vllm.function(path, "get_forward_context")) == []
         assert parameters(vllm.function(path, "is_forward_context_available")) == []
+
+    def test_only_layers_without_a_state_have_such_places(self, vllm: Source) -> None:
+        package = "model_executor/layers/attention"
+        names = text_of(vllm.tree(f"{package}/__init__.py"))
+        for path, name in (("attention", "Attention"), ("mla_attention", "MLAAttention")):
+            assert f"from vllm.model_executor.layers.attention.{path} import {name}" in names
+            bases = [ast.unparse(base) for base in vllm.cls(f"{package}/{path}.py", name).bases]
+            assert bases == ["nn.Module", "AttentionLayerBase"]
+        bases = [
+            ast.unparse(base)
+            for base in vllm.cls("model_executor/layers/mamba/abstract.py", "MambaBase").bases
+        ]
+        assert bases == ["AttentionLayerBase"]
 
     def test_the_first_runner_marks_padding_by_minus_one_in_a_buffer_that_stays(
         self, vllm: Source

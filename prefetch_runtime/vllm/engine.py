@@ -11,6 +11,7 @@ from tqdm import tqdm
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
@@ -315,14 +316,19 @@ class PrefetchEngine:
         the KV cache. Both of its runners keep that tensor at one address, for captures and replays
         alike, and depend on it themselves. (The V2 runner's `is_padding` says the same, but from
         0.32 on only under VLLM_MOE_SKIP_PADDING; without it every row stays marked as padding.)
+        Only attention is asked: layers that keep a state instead (Mamba, linear attention) have
+        such a tensor too, but nobody writes it, and it would call every row padding.
         """
         if not self._pads or not is_forward_context_available():
             return None
-        slot_mapping = get_forward_context().slot_mapping
-        if not isinstance(slot_mapping, dict) or not slot_mapping:
+        context = get_forward_context()
+        slot_mapping = context.slot_mapping
+        if not isinstance(slot_mapping, dict):
             return None
-        kv_slots: torch.Tensor = next(iter(slot_mapping.values()))
-        return kv_slots[:num_tokens] if kv_slots.shape[0] >= num_tokens else None
+        for name, kv_slots in slot_mapping.items():
+            if isinstance(context.no_compile_layers.get(name), Attention | MLAAttention):
+                return kv_slots[:num_tokens] if kv_slots.shape[0] >= num_tokens else None
+        return None
 
     def waves(
         self,

@@ -177,9 +177,18 @@ class TestPadding:
     @contextmanager
     def forward(self, **fields: Any) -> Iterator[None]:
         from vllm.forward_context import ForwardContext, override_forward_context
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+        def one_of(kind: Any) -> Any:
+            cls: Any = type("Layer", (kind,), {})
+            cls.__abstractmethods__ = frozenset()
+            return cls.__new__(cls)
+
+        kinds = {"layer": Attention, "latent": MLAAttention, "state": MambaBase}
+        layers = {name: one_of(kind) for name, kind in kinds.items()}
         fields = {"slot_mapping": {}, **fields}
-        context = ForwardContext(no_compile_layers={}, attn_metadata={}, **fields)
+        context = ForwardContext(no_compile_layers=layers, attn_metadata={}, **fields)
         with override_forward_context(context):
             yield
 
@@ -201,6 +210,16 @@ class TestPadding:
             padding = self.padding(4)
         assert padding is not None
         assert padding.dtype == torch.int64
+
+    @pytest.mark.parametrize("attention", ["layer", "latent"])
+    def test_layers_that_keep_a_state_are_not_asked(self, attention: str) -> None:
+        nobody_writes_it = torch.full((6,), -1)
+        with self.forward(slot_mapping={"state": nobody_writes_it, attention: self.KV_SLOTS}):
+            padding = self.padding(4)
+        assert padding is not None
+        assert padding.tolist() == [17, 18, 40, -1]
+        with self.forward(slot_mapping={"state": nobody_writes_it, "unknown": nobody_writes_it}):
+            assert self.padding(4) is None, "then no row is padding"
 
     @pytest.mark.parametrize("slot_mapping", [{}, [{}], {"layer": torch.tensor([3])}])
     def test_without_a_place_for_each_row_none_is_padding(self, slot_mapping: Any) -> None:
