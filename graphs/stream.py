@@ -68,7 +68,7 @@ class ExpertStream:
             (4 + most_waves * self._stride,), -1, dtype=torch.int32, device=device
         )
         self._maps = self._held[4:]
-        self._wave_of = torch.full((num_experts,), -1, dtype=torch.int32, device=device)
+        self._wave_of = torch.full((num_experts + 1,), -1, dtype=torch.int32, device=device)
         self._listed = torch.zeros(num_experts, 3, dtype=torch.int32, device=device)
         self._begun = torch.zeros(1, dtype=torch.int64, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -80,8 +80,8 @@ class ExpertStream:
         return 1 + -(-past // self._rows)
 
     def wave_of(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """[T, K] int32: the wave of each assignment of the layer under way; -1 for experts that no
-        token but padding names. Ids of -1 belong to no wave, or to any."""
+        """[T, K] int32: the wave of each assignment of the layer under way; -1 for ids of -1, and
+        for experts that the plan has not seen."""
         return self._wave_of[topk_ids.long()]
 
     def waves(

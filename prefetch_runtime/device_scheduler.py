@@ -335,14 +335,15 @@ class DeviceScheduler(Scheduler):
         whole: bool = False,
     ) -> Iterator[ExpertWave]:
         """`expert_waves` of a step that decodes, by kernels alone: for captures of steps that
-        `captures` allows. `padding` as in `fetch`: its rows demand nothing, and what they yield is
-        not to be used."""
+        `captures` allows. `padding` as in `fetch`: its rows demand nothing and are in no wave."""
         layer, stream = self._layer(layer_idx), self._stream
         assert stream is not None
         self._begin_layer(layer_idx, topk_ids, guesses, padding)
         self._join()
         table, ring = self.table, self._staging_of(layer)
-        report = table.plan_wide(layer_idx, without_padding(topk_ids, padding), evict=True)
+        # Whatever a router makes of rows of padding: their ids are in no wave, and index nothing.
+        topk_ids = without_padding(topk_ids, padding)
+        report = table.plan_wide(layer_idx, topk_ids, evict=True)
         wave_of: torch.Tensor | None = None
         for wave in stream.waves(
             layer_idx,
