@@ -12,11 +12,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from graphs import fill_kernels, layout, prefetch_kernels, resolve_kernels
+from graphs import fill_kernels, layout, prefetch_kernels, resolve_kernels, wide_kernels
 from prefetch_runtime.policies import create_device_form
 
-INT64 = {"topk_ids", "counters", "bytes_before", "header", "units", "budget", "out", "stamps"}
-SCALARS = {"layer_idx": "i32", "n": "i32", "row_stride": "i32", "num_scores": "i32"}
+INT64 = {
+    "topk_ids", "counters", "bytes_before", "header", "units", "budget", "out", "stamps", "begun",
+}  # fmt: skip
+SCALARS = dict.fromkeys(
+    ("layer_idx", "n", "row_stride", "num_scores", "evict", "num_waves", "first"), "i32"
+)
 
 
 def compile_kernel(kernel: Any, num_warps: int, **constants: Any) -> str:
@@ -99,6 +103,27 @@ def main() -> int:
         results.append(check(f"reserve, {slots} slots", ptx))
     ptx = compile_kernel(prefetch_kernels.post_kernel, 1, E=128, TOP_K=8, BLOCK=32, PAD=2)
     results.append(check("post", ptx, holds=lambda p: "release" in p))
+    ptx = compile_kernel(wide_kernels.count_kernel, 4, E=128, BLOCK=1024)
+    results.append(check("count", ptx, holds=lambda p: "red.global" in p or "atom.global" in p))
+    for experts, slots, rows in ((1, 1, 1), (30, 7, 3), (128, 48, 16), (1024, 1024, 512)):
+        about = f"{experts} experts"
+        ptx = compile_kernel(
+            wide_kernels.choose_kernel, 4, E=experts, S=slots, CHUNK=16,
+            E_BLOCK=triton.next_power_of_2(experts), S_BLOCK=triton.next_power_of_2(slots),
+        )  # fmt: skip
+        results.append(check(f"choose, {about}", ptx))
+        stride = experts // 4 * 4 + 4
+        for whole in (False, True):
+            ptx = compile_kernel(
+                wide_kernels.wave_maps_kernel, 4, E=experts, STRIDE=stride, R=rows, WHOLE=whole,
+                BLOCK=triton.next_power_of_2(stride),
+            )  # fmt: skip
+            results.append(check(f"wave maps, {about} whole={whole}", ptx))
+        ptx = compile_kernel(wide_kernels.stream_kernel, 16, **copy, R=rows, U=289)
+        results.append(check(f"stream, {rows} rows", ptx, holds=moves_16_bytes))
+    for wait in (wide_kernels.begin_wait_kernel, wide_kernels.end_wait_kernel):
+        ptx = compile_kernel(wait, 1)
+        results.append(check(wait.__name__, ptx, holds=lambda p: "globaltimer" in p))
     return 0 if all(results) else 1
 
 
