@@ -156,10 +156,16 @@ def _measure(config: BenchConfig, folder: Path, *, as_json: bool, **options: Any
     def on_case(name: str) -> None:
         err.print(f"measuring {name}", markup=False)
 
+    told: list[tuple[str, Any]] = []
+
     def on_row(row: dict[str, Any]) -> None:
         slots = "" if row["slots"] is None else f":{row['slots']}"
-        what = f"{row['step_ms']:.2f} ms a step" if row["status"] == "ok" else row["reason"]
-        err.print(f"  {row['engine']}{slots} batch {row['batch']}: {what}", markup=False)
+        name, batch = f"{row['engine']}{slots}", row["batch"]
+        if row["status"] == "ok":
+            err.print(f"  {name} batch {batch}: {row['step_ms']:.2f} ms a step", markup=False)
+        elif (name, row["reason"]) not in told[-1:]:  # once, for all batches that follow
+            err.print(f"  {name} from batch {batch}: {row['reason']}", markup=False)
+        told.append((name, row.get("reason")))
 
     session = Session(
         config,

@@ -322,6 +322,14 @@ class TestCases:
         assert why in str(refusal(case, has_gpu=False, compiled=True, sizes=sizes))
         assert refusal(case, has_gpu=True, compiled=True, sizes=sizes) is None
 
+    def test_experts_of_many_gib_are_not_timed_on_a_cpu(self) -> None:
+        large = model_sizes(shape_config("qwen3-30b-a3b"))
+        for name in ("resident", "eager"):
+            case = Case(parse_engine(name), 32)
+            why = str(refusal(case, has_gpu=False, compiled=True, sizes=large))
+            assert why.startswith("54.0 GiB of experts take minutes a step on a CPU")
+            assert refusal(case, has_gpu=True, compiled=True, sizes=large) is None
+
     def test_graphs_in_pieces_are_refused_uncompiled(self, sizes: ModelSizes) -> None:
         case = Case(parse_engine("resident-pieces"), None)
         assert "compile = true" in str(refusal(case, has_gpu=True, compiled=False, sizes=sizes))
@@ -1239,6 +1247,17 @@ class TestCommand:
         status, out, _ = run(*self.SMALL, "--engines", "uva")
         assert status == 1
         assert "failed: while loading: RuntimeError: no uva" in out
+
+    def test_what_fails_for_every_batch_is_said_once(
+        self, run: Callable[..., tuple[int, str, str]], fake: list[dict[str, Any]]
+    ) -> None:
+        few = [*self.SMALL[:4], "--batches", "1,2,4", "--slots", "25%,50%"]
+        _, _, err = run(*few, "--engines", "uva,resident", "--routing", "uniform")
+        assert fake
+        said = [line for line in err.splitlines() if "no uva" in " ".join(line.split())]
+        assert len(said) == 2, "once for each number of slots"
+        assert "uva:32 from batch 1: while loading: RuntimeError: no uva" in err
+        assert err.count(" ms a step") == 3
 
     def test_an_interrupt_is_status_130(
         self, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch

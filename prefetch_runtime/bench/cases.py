@@ -112,12 +112,21 @@ def check_lengths(config: BenchConfig, positions: int | None) -> None:
     )
 
 
+MOST_BYTES_ON_A_CPU = 8 << 30
+"""Of experts, for an engine to be timed where there is no GPU."""
+
+
 def refusal(case: Case, *, has_gpu: bool, compiled: bool, sizes: ModelSizes) -> str | None:
     """Why a case is not even started; None: it is."""
     if not has_gpu and case.engine.base in OFFLOADERS:
         return "vLLM's offloader needs a CUDA device, and there is none"
     if not has_gpu and case.engine.base in ("full", "segmented", "resident-pieces"):
         return f"{case.engine.base} decodes as CUDA graphs, and there is no CUDA device"
+    if not has_gpu and sizes.experts_bytes > MOST_BYTES_ON_A_CPU:
+        return (
+            f"{sizes.experts_bytes / 2**30:.1f} GiB of experts take minutes a step on a CPU; cut "
+            "the model with layers, or take models/tiny-moe"
+        )
     if case.engine.base == "resident-pieces" and not compiled:
         return "vLLM cuts its graphs into pieces only with compile = true"
     if case.engine.base == "offloader" and _division(case, sizes) is None:
