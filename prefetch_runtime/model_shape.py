@@ -180,20 +180,47 @@ def _download(hub: Any, model: str, name: str) -> Path:
 def find_folder(model: str) -> Path | None:
     """The folder that a model is in; None for a name on a hub, or an address in a cloud's storage.
 
+    `folder/name` is a name on a hub unless there is such a folder here, as `models/`.
+
     Raises:
         ModelError: there is no such folder.
     """
     try:
         folder = Path(model)
         looks_local = model.startswith((".", "/", "~")) or folder.exists() or model.count("/") > 1
-        if not looks_local or "://" in model:
+        if "://" in model or not (looks_local or _starts_with_a_folder(model)):
             return None
+        if not folder.expanduser().is_dir():
+            near = _nearest_sibling(folder.expanduser())
+            hint = f"; did you mean {str(folder.with_name(near))!r}?" if near else ""
+            owner = f" ({str(folder.parent)!r} is a folder here, so the hub is not asked)"
+            not_asked = "" if looks_local else owner
+            raise ModelError(f"there is no model folder {model!r}{not_asked}{hint}")
         folder = folder.expanduser()
-        if not folder.is_dir():
-            raise ModelError(f"there is no model folder {model!r}")
     except (OSError, RuntimeError) as error:  # no such user, no permission, a name too long
         raise ModelError(f"{model!r} cannot be read: {error}") from None
     return folder
+
+
+def _starts_with_a_folder(model: str) -> bool:
+    """Whether `folder/name` is of a folder here, and of no model that the hub's cache holds."""
+    owner, slash, _ = model.partition("/")
+    if not slash or not Path(owner).is_dir():
+        return False
+    try:
+        import huggingface_hub as hub
+
+        return not isinstance(hub.try_to_load_from_cache(model, CONFIG), str)
+    except (ImportError, ValueError):  # no hub, or no name that one could have
+        return True
+
+
+def _nearest_sibling(folder: Path) -> str | None:
+    if not folder.parent.is_dir():
+        return None
+    names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    near = get_close_matches(folder.name, names, n=1)
+    return near[0] if near else None
 
 
 def _too_large(what: str) -> str:

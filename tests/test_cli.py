@@ -487,6 +487,27 @@ class TestBadInput:
             "there is no model folder './no-such-model'",
         )
 
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ["plan"],
+            ["serve"],
+            ["generate", "-p", "x"],
+            ["trace", "-p", "x", "--moe-expert-cache-size", "8", "--out", "x.npz"],
+            ["demo", "--model"],
+        ],
+        ids=lambda command: command[0],
+    )
+    def test_a_misspelt_folder_that_looks_like_a_name_on_the_hub(
+        self, command: list[str], run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(ROOT)
+        _refused(
+            run(*command, "models/tinymoe"),
+            "there is no model folder 'models/tinymoe'",
+            "did you mean 'models/tiny-moe'?",
+        )
+
     @BOTH
     @pytest.mark.parametrize(
         ("name", "hint"), [("tiny-mo", ""), ("olmoe-1b-7b", "a shape without weights")]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,6 +80,48 @@ class TestReadConfig:
     def test_a_folder_that_is_not_there_is_named(self, name: str) -> None:
         with pytest.raises(ModelError, match=f"there is no model folder '{name}'"):
             read_config(name)
+
+    @pytest.mark.parametrize("load", [read_config, load_config])
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            (
+                "models/tinymoe",
+                "'models/tinymoe' ('models' is a folder here, so the hub is not "
+                "asked); did you mean 'models/tiny-moe'?",
+            ),
+            ("models/zzz", "'models/zzz' ('models' is a folder here, so the hub is not asked)"),
+            ("models/a b", "'models/a b' ('models' is a folder here, so the hub is not asked)"),
+            ("./models/tinymoe", "'./models/tinymoe'; did you mean 'models/tiny-moe'?"),
+            ("./models/notes", "'./models/notes'"),
+        ],
+        ids=lambda value: value[:20],
+    )
+    def test_a_name_in_a_folder_that_is_here_is_not_asked_of_the_hub(
+        self,
+        load: Callable[[str], Any],
+        name: str,
+        said: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        (tmp_path / "models" / "tiny-moe").mkdir(parents=True)
+        (tmp_path / "models" / "notes.txt").touch()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(model_shape, "_fetch", lambda _: pytest.fail("asked the hub"))
+        with pytest.raises(ModelError) as refused:
+            load(name)
+        assert str(refused.value) == f"there is no model folder {said}"
+        assert read_config("Qwen/tinymoe") is None
+
+    def test_what_the_hubs_cache_holds_is_a_model_beside_a_folder_of_its_owners_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+        (tmp_path / "Qwen").mkdir()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+        assert read_config("Qwen/Qwen3-30B-A3B") is None
 
     def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
         file = tmp_path / "model.gguf"
