@@ -139,6 +139,7 @@ def _fetch(model: str) -> Path:
         raise ModelError(
             f"{model!r} is no folder here, and without the package huggingface_hub it cannot be "
             "looked up on the hub; install it, or give a folder with the model's config.json"
+            f"{_or_shape(model)}"
         ) from None
     try:
         return _download(hub, model, "config.json")
@@ -148,8 +149,15 @@ def _fetch(model: str) -> Path:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"the config.json of {model!r} cannot be had from the hub ({reason}); give a folder "
-            "that holds it"
+            f"that holds it{_or_shape(model)}"
         ) from error
+
+
+def _or_shape(model: str) -> str:
+    """The named shape that stands for a model on the hub, where there is one, as an offer."""
+    name = model.rpartition("/")[2].lower()
+    near = [shape for shape in SHAPES if f"{name}-".startswith(f"{shape}-")]
+    return f", or, without network, the named shape {near[0]} (as first published)" if near else ""
 
 
 def _fetch_format(model: str) -> Path | None:

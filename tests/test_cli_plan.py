@@ -595,11 +595,38 @@ class TestHub:
         assert "cannot be had from the hub (no route to host); give a folder" in ran.err
         assert ran.err.count("\n") == 1
 
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+            ("Qwen/Qwen3-235B-A22B-Instruct-2507", "qwen3-235b-a22b"),
+            ("openai/gpt-oss-120b", "gpt-oss-120b"),
+            ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+            ("Qwen/Qwen3-80B-A3B", None),
+            ("deepseek-ai/DeepSeek-V3.2", None),
+            ("mistralai/Mixtral-8x22B", None),
+        ],
+    )
+    def test_a_hub_out_of_reach_offers_the_named_shape(
+        self, name: str, shape: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = pytest.importorskip("huggingface_hub")
+
+        def fail(_: str) -> None:
+            raise ConnectionError("no route to host")
+
+        monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
+        with pytest.raises(ModelError, match="give a folder that holds it") as refused:
+            load_config(name)
+        offer = f", or, without network, the named shape {shape} (as first published)"
+        assert str(refused.value).endswith(offer if shape else "give a folder that holds it")
+
     def test_without_the_hubs_package_a_folder_is_asked_for(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(ModelError, match="without the package huggingface_hub"):
+        with pytest.raises(ModelError, match=r"without the package huggingface_hub.*qwen3-30b"):
             load_config(self.NAME)
 
     def test_serve_still_leaves_names_to_vllm(self) -> None:
