@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from prefetch_runtime.model_refusals import moe_backend, why_refused
 from prefetch_runtime.model_shape import ModelError, load_config
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.plan import CARDS, UTILIZATION, Gpu, Planner, Workload, rounded, typical_gpu
+from prefetch_runtime.plan_levers import better_batch
 from prefetch_runtime.trace import TraceError, load_trace
 
 err = Console(stderr=True, highlight=False)
@@ -91,8 +93,8 @@ def plan(
 ) -> None:
     """Say how many experts fit on a GPU, and about how fast that would be.
 
-    Reads the model's config.json only. Status 1: nothing fits, or not the target, or the cache
-    refuses the model.
+    Reads the model's config.json only.
+    Status 1: nothing fits, or not the target, or the cache refuses the model.
     """
     config = load_config(model)
     refused = why_refused(config)
@@ -114,12 +116,14 @@ def plan(
         resident_ms=resident_ms,
         host_us=host_us,
     )
-    rates = _hit_rates(sizes, batch, curve=curve, trace=trace)
+    rates_of = partial(_hit_rates, sizes, curve=curve, trace=trace)
+    rates = rates_of(batch)
     with err.status("planning"):
         gpus = _gpus(gpu_gib, memory_gbs=memory_gbs, link_gbs=link_gbs)
         planners = [Planner(sizes, gpu, workload, rates) for gpu in gpus]
         is_one = len(planners) == 1
         plans = [planner.plan(target=target, ladder=is_one or as_json) for planner in planners]
+        better = [better_batch(planner, rates_of) for planner in planners]
     if as_json:
         _print_json(
             {
@@ -130,15 +134,28 @@ def plan(
                 "host_available_bytes": plan_report.tightest_host_limit().available_bytes,
                 "workload": asdict(workload),
                 "assumptions": plan_report.assumptions(planners, plans),
-                "plans": [{**asdict(p), "target_fits": p.target_fits} for p in plans],
+                "plans": [
+                    {
+                        **asdict(p),
+                        "target_fits": p.target_fits,
+                        "better_batch": None if b is None else asdict(b),
+                    }
+                    for p, b in zip(plans, better, strict=True)
+                ],
             }
         )
     elif is_one:
         plan_report.print_plan(
-            model, planners[0], plans[0], target, backend=backend, refused=refused
+            model,
+            planners[0],
+            plans[0],
+            target,
+            better=better[0],
+            backend=backend,
+            refused=refused,
         )
     else:
-        plan_report.print_sizes(model, planners, plans, target, refused=refused)
+        plan_report.print_sizes(model, planners, plans, target, better=better, refused=refused)
     served = any(p.best for p in plans)
     reached = target is None or any(p.target_fits for p in plans)
     needs_cache = not (is_one and plans[0].all_fit)

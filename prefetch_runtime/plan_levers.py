@@ -1,13 +1,17 @@
-"""What would make room where a GPU holds too few slots for even one token."""
+"""What would make room where a GPU holds too few slots for even one token, and whether fewer
+sequences would decode more tokens in all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from prefetch_runtime.plan import ACTIVATIONS_SHARE, Planner
+from prefetch_runtime.hit_rates import HitRates
+from prefetch_runtime.plan import ACTIVATIONS_SHARE, Estimate, Planner
 from prefetch_runtime.waves import rows_of_half
 
 LEAST_CONTEXT = 512
 CONTEXT_STEP = 256
+CLEARLY_MORE = 1.2
+"""Times as many tokens/s, below which another batch is not worth a line."""
 
 _INT4_BITS = 4.25  # with a scale of two bytes for each 64 weights
 _BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "fp8": 8, "fp8 in blocks": 8}
@@ -25,6 +29,76 @@ class Levers:
     """Or only all of them together."""
     least_gib: float
     """The smallest GPU that is enough without a change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetterBatch:
+    """A smaller batch that decodes clearly more tokens/s, of all sequences together."""
+
+    batch: int
+    slots_per_layer: int
+    tokens_per_s: float
+    why: str
+    """What holds the planned batch back, in words."""
+
+
+def better_batch(planner: Planner, rates_of: Callable[[int], HitRates]) -> BetterBatch | None:
+    """The best of 1, 2, 4, ... sequences, fewer than planned, with the same context each.
+
+    Args:
+        rates_of: hit rates of a batch.
+
+    Returns:
+        None where none reaches `CLEARLY_MORE` of what the planned batch does.
+    """
+    mine = _with_most_slots(planner)
+    best: tuple[Planner, Estimate] | None = None
+    batch = 1
+    while batch < planner.workload.batch:
+        workload = replace(planner.workload, batch=batch)
+        smaller = Planner(planner.sizes, planner.gpu, workload, rates_of(batch))
+        found = _with_most_slots(smaller)
+        if found is not None and (best is None or found.tokens_per_s > best[1].tokens_per_s):
+            best = smaller, found
+        batch *= 2
+    if best is None or (mine is not None and not _clearly_more(best[1], mine)):
+        return None
+    return BetterBatch(
+        batch=best[0].workload.batch,
+        slots_per_layer=best[1].slots_per_layer,
+        tokens_per_s=best[1].tokens_per_s,
+        why=_why_fewer(planner, mine, *best),
+    )
+
+
+def _why_fewer(planner: Planner, mine: Estimate | None, other: Planner, best: Estimate) -> str:
+    workload = planner.workload
+    cache = f"the KV cache of {workload.batch} x {workload.context} tokens takes the slots' memory"
+    if mine is None:
+        return cache
+    with_as_many = other.estimate(mine.slots_per_layer)
+    if not _clearly_more(with_as_many, mine):
+        return cache
+    # Milliseconds of one token that are the batch's own doing.
+    batches = workload.batch, other.workload.batch
+    of_misses = mine.copy_ms / batches[0] - with_as_many.copy_ms / batches[1]
+    of_compute = mine.resident_ms / batches[0] - with_as_many.resident_ms / batches[1]
+    shared = (
+        f"{workload.batch} sequences share the slots and miss more"
+        if of_misses >= of_compute
+        else f"{workload.batch} sequences run in waves"
+    )
+    has_room = _clearly_more(planner.estimate(best.slots_per_layer), mine)
+    return f"{shared}, and {cache}" if has_room else shared
+
+
+def _with_most_slots(planner: Planner) -> Estimate | None:
+    slots = planner.memory().slots_per_layer
+    return planner.estimate(slots) if slots else None
+
+
+def _clearly_more(one: Estimate, other: Estimate) -> bool:
+    return one.tokens_per_s >= CLEARLY_MORE * other.tokens_per_s
 
 
 def levers(planner: Planner) -> Levers:

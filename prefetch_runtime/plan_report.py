@@ -23,7 +23,7 @@ from prefetch_runtime.plan import (
     Planner,
     rounded,
 )
-from prefetch_runtime.plan_levers import levers
+from prefetch_runtime.plan_levers import BetterBatch, levers
 from prefetch_runtime.shapes import SHAPES
 from prefetch_runtime.waves import MOST_CAPTURED_WAVES, MOST_TOKENS_IN_WAVES
 
@@ -99,12 +99,14 @@ def print_plan(
     plan: Plan,
     target: float | None,
     *,
+    better: BetterBatch | None = None,
     backend: str | None = None,
     refused: str | None = None,
 ) -> None:
     """One GPU in full.
 
     Args:
+        better: a smaller batch that decodes more in all.
         backend: the `--moe-backend` that the cache needs for the model, if it needs one.
         refused: why the cache does not serve it at all.
     """
@@ -121,6 +123,9 @@ def print_plan(
         )
     if plan.best is None:
         _print_levers(planner)
+    if better is not None:
+        speed = _speed(better.tokens_per_s)
+        out.print(f"Batch {better.batch} reaches {speed} tokens/s in all: {better.why}.")
     _print_other_mode(planner, plan)
     if target is not None:
         out.print(_target_line(plan, target))
@@ -142,9 +147,10 @@ def print_sizes(
     plans: Sequence[Plan],
     target: float | None,
     *,
+    better: Sequence[BetterBatch | None] = (),
     refused: str | None = None,
 ) -> None:
-    """A row for each size of GPU; `refused` as in `print_plan`."""
+    """A row for each size of GPU; `refused`, and `better` of each size, as in `print_plan`."""
     sizes, workload = planners[0].sizes, planners[0].workload
     _print_model(model, sizes)
     out.print(f"\n{workload.batch} x {workload.context} tokens, by size of GPU", style="bold")
@@ -178,6 +184,13 @@ def print_sizes(
                 f"In waves, {where}, on {', '.join(gibs)} GiB: the batch may need "
                 f"{planners[0].widest()} slots."
             )
+    fewer = [
+        f"batch {found.batch} on {plan.gpu.gib:g} GiB ({_speed(found.tokens_per_s)})"
+        for plan, found in zip(plans, better, strict=False)
+        if found is not None
+    ]
+    if fewer:
+        out.print(f"Fewer sequences reach more tokens/s in all: {', '.join(fewer)}.")
     if workload.mode == "eager":
         out.print("This is mode eager, bound by the host; mode full is one CUDA graph per step.")
     if workload.mode == "segmented":

@@ -232,6 +232,38 @@ class TestPlan:
         assert plan["target_fits"] is False
         assert ran.status == 1
 
+    def test_a_smaller_batch_that_decodes_more_in_all_is_named(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        batch = ["--batch", "16", "--prefetch-mode", "full"]
+        ran = run("plan", qwen, "--gpu-gib", "24", *batch)
+        assert ran.status == 0
+        _narrow(ran.out)
+        said = (
+            "Batch 1 reaches 27 tokens/s in all: the KV cache of 16 x 8192 tokens takes the slots' "
+            "memory."
+        )
+        assert said in " ".join(ran.out.split())
+        (plan,) = json.loads(run("plan", qwen, "--gpu-gib", "24", *batch, "--json").out)["plans"]
+        assert plan["better_batch"] == {
+            "batch": 1,
+            "slots_per_layer": 37,
+            "tokens_per_s": pytest.approx(27, rel=0.02),
+            "why": "the KV cache of 16 x 8192 tokens takes the slots' memory",
+        }
+        alone = run("plan", qwen, "--gpu-gib", "24")
+        assert "tokens/s in all" not in alone.out
+        sizes = run("plan", qwen, *batch)
+        _narrow(sizes.out)
+        text = " ".join(sizes.out.split())
+        assert "Fewer sequences reach more tokens/s in all: batch 1 on 12 GiB (11)," in text
+        assert "batch 8 on 80 GiB" in text
+        told = json.loads(run("plan", qwen, "--json").out)
+        assert [plan["better_batch"] for plan in told["plans"]] == [None] * 8
+        traced = ["--trace", TRACE, "--batch", "64"]
+        few = run("plan", TINY, "--gpu-gib", "0.05", "--context", "128", *traced)
+        assert few.err == ""
+
     def test_json_of_all_sizes(self, run: Callable[..., Ran], qwen: str) -> None:
         told = json.loads(run("plan", qwen, "--json").out)
         assert [plan["gpu"]["gib"] for plan in told["plans"]] == [8, 12, 16, 24, 32, 48, 80, 141]

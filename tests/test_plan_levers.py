@@ -1,15 +1,16 @@
-"""What would make room on a GPU that holds too little."""
+"""What would make room on a GPU that holds too little, and when fewer sequences are faster."""
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from prefetch_runtime.hit_rates import UNIFORM, create_hit_rates
+from prefetch_runtime.hit_rates import UNIFORM, HitRates, create_hit_rates
 from prefetch_runtime.model_sizes import model_sizes
 from prefetch_runtime.plan import Planner, Workload, typical_gpu
-from prefetch_runtime.plan_levers import levers
+from prefetch_runtime.plan_levers import BetterBatch, better_batch, levers
 from tests.helpers.model_configs import MIXTRAL, QWEN3_30B
 
 
@@ -84,3 +85,72 @@ def test_the_least_gpu_is_the_least(config: dict[str, Any]) -> None:
 
 def replace_gpu(some: Planner, gib: float) -> Planner:
     return Planner(some.sizes, replace(some.gpu, gib=gib), some.workload, some.rates)
+
+
+class TestFewerSequences:
+    SIZES = model_sizes(QWEN3_30B.config)
+
+    def _rates(self, batch: int) -> HitRates:
+        of_model = partial(create_hit_rates, "qwen3-30b-a3b")
+        return of_model(num_experts=self.SIZES.num_experts, top_k=self.SIZES.top_k, batch=batch)
+
+    def _planner(self, gib: float, batch: int, context: int, **gpu: float) -> Planner:
+        workload = Workload(context=context, batch=batch)
+        return Planner(self.SIZES, typical_gpu(gib, **gpu), workload, self._rates(batch))
+
+    def _found(self, some: Planner) -> BetterBatch | None:
+        return better_batch(some, self._rates)
+
+    def test_one_sequence_has_the_slots_that_the_kv_cache_of_many_takes(self) -> None:
+        found = self._found(self._planner(24, 16, 8192))
+        alone = self._planner(24, 1, 8192).plan().best
+        assert found is not None
+        assert alone is not None
+        assert (found.batch, found.slots_per_layer) == (1, 37)
+        assert found.tokens_per_s == alone.tokens_per_s
+        assert found.why == "the KV cache of 16 x 8192 tokens takes the slots' memory"
+
+    @pytest.mark.parametrize("batch", [8, 12])
+    def test_the_best_of_the_powers_of_two_below_is_found(self, batch: int) -> None:
+        def speed(number: int) -> float:
+            best = self._planner(80, number, 8192).plan().best
+            return best.tokens_per_s if best is not None else 0
+
+        found = self._found(self._planner(80, 16, 8192))
+        assert found is not None
+        assert found.batch == max((1, 2, 4, 8), key=speed) == 8
+        assert self._found(self._planner(80, batch, 8192)) is None, "all experts fit"
+
+    def test_sequences_that_share_the_slots_are_the_reason_where_the_cache_is_small(self) -> None:
+        found = self._found(self._planner(24, 16, 512))
+        assert found is not None
+        assert found.why == "16 sequences share the slots and miss more"
+
+    def test_both_reasons_are_named_where_both_count(self) -> None:
+        found = self._found(self._planner(32, 8, 8192))
+        assert found is not None
+        assert found.why == (
+            "8 sequences share the slots and miss more, and the KV cache of 8 x 8192 tokens takes "
+            "the slots' memory"
+        )
+
+    def test_waves_outside_of_graphs_are_the_reason_where_copies_cost_little(self) -> None:
+        some = self._planner(24, 5, 512, link_gbs=2000)
+        segmented = replace(some.workload, mode="segmented")
+        found = self._found(Planner(some.sizes, some.gpu, segmented, some.rates))
+        assert found is not None
+        assert (found.batch, found.why) == (4, "5 sequences run in waves")
+
+    def test_a_batch_that_does_not_fit_at_all_has_a_smaller_one(self) -> None:
+        some = self._planner(12, 32, 8192)
+        assert not _fits(some)
+        found = self._found(some)
+        assert found is not None
+        assert found.batch == 1
+        assert found.why.startswith("the KV cache of 32 x 8192")
+
+    @pytest.mark.parametrize(("gib", "batch"), [(24, 1), (141, 16), (4, 16)])
+    def test_nothing_is_said_where_fewer_are_not_clearly_faster(
+        self, gib: float, batch: int
+    ) -> None:
+        assert self._found(self._planner(gib, batch, 8192)) is None
