@@ -451,6 +451,7 @@ def stats_table(stats: RuntimeStats) -> Table:
         title=f"expert cache: mode {stats.mode}, policy {stats.policy}, "
         f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB",
         caption=f"mode {stats.mode}: {stats.mode_reason}" if stats.mode_reason else None,
+        caption_justify="left",
         box=SIMPLE_HEAD,
         padding=0,
     )

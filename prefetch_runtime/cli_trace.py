@@ -252,5 +252,9 @@ def _table(results: list[SimulationResult]) -> Table:
                 for nbytes in (result.useful_bytes, result.late_bytes, result.wasted_bytes)
             ),
         )
-    table.caption = "a step: us of stall; MiB of speculation useful, late and wasted"
+    table.caption = (
+        "stall: us a step. useful, late, wasted: MiB of speculation a step; late ones were under "
+        "way when they were demanded, which shortens the stall, too"
+    )
+    table.caption_justify = "left"
     return table

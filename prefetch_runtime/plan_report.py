@@ -277,8 +277,8 @@ def _memory_lines(planner: Planner, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _print_estimates(planner: Planner, plan: Plan) -> None:
     sizes = planner.sizes
-    names = ("slots", "GiB", "hit rate", "mode", "step ms", "copy ms", "tokens/s", "at best")
-    table = _columns(*names)
+    names = ("slots", "GiB", "hits", "mode", "base ms", "copy ms", "step ms", "tokens/s", "at best")
+    table = _columns(*names, gap=0)
     for estimate in plan.estimates:
         table.add_row(
             f"{estimate.slots_per_layer}/{sizes.num_experts}",
@@ -287,13 +287,14 @@ def _print_estimates(planner: Planner, plan: Plan) -> None:
             _mode_of(estimate),
             f"{rounded(estimate.resident_ms):g}",
             f"{rounded(estimate.copy_ms):g}",
+            f"{rounded(estimate.resident_ms + estimate.copy_ms):g}",
             _speed(estimate.tokens_per_s),
             _speed(estimate.tokens_per_s_at_best),
         )
     out.print(table)
     out.print(
-        "step: without misses. tokens/s: of all sequences, every miss waited for; at best: every "
-        "copy beside compute."
+        "base: a step without misses; copy: the misses over the link; step: both, every miss "
+        "waited for. tokens/s: of all sequences, by that step; at best: every copy beside compute."
     )
     named = {_mode_of(estimate) for estimate in plan.estimates}
     fewer = "fewer slots than the batch may need"
@@ -436,8 +437,8 @@ def _print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     out.print(table)
 
 
-def _columns(*names: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+def _columns(*names: str, gap: int = 1) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, gap), pad_edge=False)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table

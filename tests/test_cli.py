@@ -619,6 +619,14 @@ class TestGenerate:
         assert call["engine_options"] == {"enforce_eager": True, "max_model_len": 100}
         assert log.read_bytes() == b""  # the earlier one is gone
 
+    def test_why_the_mode_was_chosen_stands_left_under_the_counters(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        self._patch(monkeypatch, replace(STATS, mode_reason="no CUDA device"))
+        size = ["--moe-expert-cache-size", "8"]
+        ran = run("generate", TINY, "-p", "a", "-p", "b", *size, "--log", str(tmp_path / "x.log"))
+        assert "\nmode eager: no CUDA device" in ran.out
+
     def test_compilation_is_asked_for_by_an_option(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -772,6 +780,9 @@ def test_simulate_says_what_it_assumes_and_which_options_change_it(
               "--expert-mib=18", "--link-gbs=25")  # fmt: skip
     rows = [line.split() for line in ran.out.splitlines() if " lru" in line]
     assert [(row[2], row[5][-1]) for row in rows] == [("none", "-"), ("next_gate", "%")] * 2
+    legend = ran.out[ran.out.index("\nstall: ") :].partition("assumed: ")[0]
+    assert "when they were demanded, which shortens the stall, too" in " ".join(legend.split())
+    assert not any(line.startswith(" ") for line in legend.strip("\n").splitlines())
     assumed = " ".join(ran.out.partition("assumed: ")[2].split())
     assert "experts of 18 MiB (--expert-mib), a link of 25 GB/s (--link-gbs)" in assumed
     assert "755 us a copy" in assumed

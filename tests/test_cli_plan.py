@@ -94,8 +94,9 @@ class TestPlan:
         for part in (
             "54.00 GiB, page-locked",
             "15.97 = 37 of 128 experts per layer",
-            "37/128   15.61        82%   full",
+            "37/128  15.61   82%  full       11       26       37        27       38",
             "20 tokens/s take 24 slots per layer (10.12 GiB): they fit.",
+            "base: a step without misses; copy: the misses over the link; step: both",
             "published, qwen3-30b-a3b",
             "25 GB/s, assumed",
             "uniform routing, which no eviction can help",
@@ -127,7 +128,7 @@ class TestPlan:
         self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         ran = run("plan", qwen, "--gpu-gib", "24", "--prefetch-mode", "eager")
-        assert "eager        58        26         12" in ran.out
+        assert "eager       58       26       84        12" in ran.out
         assert "(--prefetch-mode full): 27 tokens/s with 37 slots." in ran.out
         assert "--moe-expert-cache-size 37 --prefetch-mode eager" in ran.out
         room = MemoryLimit("MemAvailable", 100 << 30, "")  # what is free changes between two runs
@@ -150,8 +151,8 @@ class TestPlan:
         given = run("plan", qwen, *gpu, "--prefetch-mode", "segmented", "--host-us", "90.5")
         assert "host 90.5 us at each MoE layer, given" in " ".join(given.out.split())
         if gpu:
-            assert "37/128   15.61        82%   segmented        11" in ran.out
-            assert "37/128   15.61        82%   segmented        15" in given.out
+            assert "37/128  15.61   82%  segmented       11" in ran.out
+            assert "37/128  15.61   82%  segmented       15" in given.out
             assert "(--prefetch-mode full): 27 tokens/s with 37 slots." in text
             assert "--moe-expert-cache-size 37 --prefetch-mode segmented" in text
         else:
@@ -355,7 +356,7 @@ class TestPlan:
     ) -> None:
         def modes(out: str) -> dict[str, str]:
             rows = (line.split() for line in out.splitlines())
-            return {row[0]: row[3] for row in rows if len(row) == 8 and "/128" in row[0]}
+            return {row[0]: row[3] for row in rows if len(row) == 9 and "/128" in row[0]}
 
         ran = run("plan", qwen, "--gpu-gib", "16", "--batch", "3")
         _narrow(ran.out)
@@ -364,7 +365,7 @@ class TestPlan:
         assert "outside of any graph." not in ran.out
         assert "24 slots would decode this batch without waves; 18 do so for 2" in ran.out
         text = " ".join(ran.out.split())
-        assert "tokens/s: of all sequences, every miss waited for" in text
+        assert "tokens/s: of all sequences, by that step" in text
         assert "waves assumed: 50 us for each wave but the first of an MoE layer inside" in text
         fits = run("plan", qwen, "--gpu-gib", "24", "--batch", "3")
         assert list(modes(fits.out).items())[-3:] == [
@@ -400,7 +401,7 @@ class TestPlan:
         assert "outside of any graph, which takes 64 sequences and 9 waves at most." in text
         few = ["--gpu-gib", "24", "--batch", "5", "--staging-slots", "2", "--context", "512"]
         rows = [line.split() for line in run("plan", qwen, *few).out.splitlines()]
-        modes = {row[0]: row[3] for row in rows if len(row) == 8 and "/128" in row[0]}
+        modes = {row[0]: row[3] for row in rows if len(row) == 9 and "/128" in row[0]}
         assert list(modes.items())[1:3] == [("16/128", "waves"), ("32/128", "full+waves")]
         awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
         model = _folder(tmp_path, {**QWEN3_30B.config, "quantization_config": awq})
