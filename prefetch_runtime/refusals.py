@@ -9,10 +9,12 @@ from pathlib import Path
 from prefetch_runtime.config import spelled
 
 ONE_GPU = "it runs on one GPU: use 1"
-CPU_NEEDS_EAGER = (
-    "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide anything; "
-    "add --enforce-eager"
+OTHER_MODES = "use 'eager' or 'auto'"
+NO_OFFLOADERS = "vLLM's offloaders would move the same weights; use one or the other"
+CPU_COMPILES = (
+    "on CPU vLLM compiles the MoE layer into the model, where the cache cannot decide anything"
 )
+CPU_NEEDS_EAGER = f"{CPU_COMPILES}; add --enforce-eager"
 
 REFUSAL_VARIABLE = "PREFETCH_RUNTIME_REFUSAL"
 """Environment variable: a file that the first refusal is written to, in one line."""
@@ -21,6 +23,16 @@ REFUSAL_VARIABLE = "PREFETCH_RUNTIME_REFUSAL"
 def unsupported(option: str, remedy: str) -> str:
     """That an option of vLLM rules the cache out, and what to do."""
     return f"the expert cache ({spelled('slots_per_layer')}) does not support {option}; {remedy}"
+
+
+def mode_refused(mode: str, why_not: str, remedy: str = OTHER_MODES) -> str:
+    """That a mode that was asked for cannot run, and what to do."""
+    return f"{spelled('mode')} {mode!r} {why_not}; {remedy}"
+
+
+def needs_cuda(device: str) -> str:
+    """Why a mode with graphs cannot run on a device of another type."""
+    return f"needs a CUDA device, this is {device!r}"
 
 
 @contextmanager

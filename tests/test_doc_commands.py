@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from prefetch_runtime import cli, model_shape, offline
+from prefetch_runtime import cli, early_refusals, model_shape, offline
 from prefetch_runtime.bench import environment, routing, servers
 from prefetch_runtime.bench import session as sessions
 from prefetch_runtime.bench.child import Outcome
@@ -169,7 +169,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """No engine, no hub, no server; the commands that would have replaced this process."""
     replaced: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: replaced.append(arguments))
-    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
+    monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
     monkeypatch.setattr(offline, "_run", _generated)
     monkeypatch.setattr(environment, "look_around", _looked_around)
     monkeypatch.setattr(sessions, "run_case", _ran)

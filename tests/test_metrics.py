@@ -25,7 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 import prefetch_runtime
-from prefetch_runtime import cli, metrics
+from prefetch_runtime import cli, early_refusals, metrics
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE, ConfigError
 from prefetch_runtime.metrics import (
     COUNTERS,
@@ -629,7 +629,7 @@ def test_the_command_on_the_page_starts_a_server_with_metrics(
     (command,) = re.findall(r"^ +prefetch-runtime (serve .*)$", page, re.MULTILINE)
     executed: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: executed.append(arguments))
-    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
+    monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
     monkeypatch.setattr(sys, "argv", ["prefetch-runtime", *shlex.split(command)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -643,7 +643,7 @@ def test_without_the_option_a_server_has_no_folder_for_metrics(
 ) -> None:
     executed: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: executed.append(arguments))
-    monkeypatch.setattr(cli, "_is_cpu_build", lambda: False)
+    monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
     options = ["--moe-expert-cache-size", "8"]
     monkeypatch.setattr(sys, "argv", ["prefetch-runtime", "serve", "Qwen/Qwen3-30B-A3B", *options])
     with pytest.raises(SystemExit):

