@@ -191,13 +191,18 @@ def find_folder(model: str) -> Path | None:
     `folder/name` is a name on a hub unless there is such a folder here, as `models/`.
 
     Raises:
-        ModelError: there is no such folder.
+        ModelError: there is no such folder, or it is a file.
     """
     try:
         folder = Path(model)
         looks_local = model.startswith((".", "/", "~")) or folder.exists() or model.count("/") > 1
         if "://" in model or not (looks_local or _starts_with_a_folder(model)):
             return None
+        if folder.expanduser().is_file():
+            raise ModelError(
+                f"there is no model folder {model!r}: it is a file; give its folder, "
+                f"{str(folder.parent)!r}"
+            )
         if not folder.expanduser().is_dir():
             near = _nearest_sibling(folder.expanduser())
             hint = f"; did you mean {str(folder.with_name(near))!r}?" if near else ""

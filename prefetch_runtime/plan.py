@@ -95,10 +95,12 @@ CARDS = (
 def typical_gpu(
     gib: float, *, memory_gbs: float | None = None, link_gbs: float | None = None
 ) -> Gpu:
-    """A GPU of a size, with the bandwidths of a common one that is not larger, unless given."""
+    """A GPU of a size, with the bandwidths, unless given, of the next smaller common one, or of the
+    smallest."""
     card = max((c for c in CARDS if c.gib <= gib), key=lambda c: c.gib, default=CARDS[0])
+    speed = "" if memory_gbs is not None and link_gbs is not None else f"; as fast as {card.name}"
     return Gpu(
-        name=card.name if card.gib == gib else f"like {card.name}",
+        name=card.name if card.gib == gib else f"no common size{speed}",
         gib=gib,
         memory_gbs=card.memory_gbs * MEMORY_REACHED if memory_gbs is None else memory_gbs,
         link_gbs=card.link_gbs if link_gbs is None else link_gbs,

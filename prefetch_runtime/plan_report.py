@@ -134,11 +134,13 @@ def print_plan(
         out.print()
         print_refusal(refused)
     if plan.best is not None and (refused is None or plan.all_fit):
-        out.print("\nstart it with", style="bold")
+        out.print(f"\n{_heading(plan, plan.best, target)}", style="bold")
         command = _command(model, planner, plan, backend)
         out.print(f"  {command}", markup=False, soft_wrap=True)
         if not plan.all_fit:
             _print_host_warning(sizes)
+        if model in SHAPES:
+            out.print(f"MODEL: a checkpoint of {model}'s shape, a folder or a name on the hub")
 
 
 def print_sizes(
@@ -375,6 +377,17 @@ def _target_line(plan: Plan, target: float) -> str:
         f"{target:g} tokens/s take {plan.target.slots_per_layer} slots per layer "
         f"({_gib(plan.target.slot_bytes)} GiB): {verdict}."
     )
+
+
+def _heading(plan: Plan, best: Estimate, target: float | None) -> str:
+    """Of the command, which takes the most slots that fit, whatever the target."""
+    if target is not None and not plan.target_fits:
+        most = "every expert resident" if plan.all_fit else f"the {best.slots_per_layer} that fit"
+        return f"short of the target: {_speed(best.tokens_per_s)} tokens/s with {most}"
+    enough = plan.target
+    if plan.all_fit or enough is None or enough.slots_per_layer == best.slots_per_layer:
+        return "start it with"
+    return f"start it with all that fit (the target takes {enough.slots_per_layer})"
 
 
 def _print_assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> None:

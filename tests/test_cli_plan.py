@@ -101,6 +101,7 @@ class TestPlan:
             "25 GB/s, assumed",
             "uniform routing, which no eviction can help",
             "--moe-expert-cache-size 37 --max-model-len 8192",
+            "\nstart it with all that fit (the target takes 24)\n",
         ):
             assert part in ran.out
 
@@ -216,9 +217,33 @@ class TestPlan:
     def test_a_target_that_is_missed_ends_with_status_1(
         self, target: str, said: str, run: Callable[..., Ran], qwen: str
     ) -> None:
+        all_fit = run("plan", qwen, "--gpu-gib", "80", "--target", "9000")
+        assert all_fit.status == 1
+        assert "\nshort of the target: 200 tokens/s with every expert resident\n" in all_fit.out
         ran = run("plan", qwen, "--gpu-gib", "24", "--target", target, "--prefetch-mode", "full")
         assert ran.status == 1
         assert said in ran.out
+        assert "start it with" not in ran.out
+        assert "\nshort of the target: 27 tokens/s with the 37 that fit\n" in ran.out
+
+    def test_a_target_that_takes_all_that_fit_or_no_cache_needs_no_remark(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        exact = run("plan", qwen, "--gpu-gib", "24", "--target", "26.8")
+        assert "take 37 slots per layer (15.61 GiB): they fit." in exact.out
+        assert "\nstart it with\n" in exact.out
+        assert "\nstart it with\n" in run("plan", qwen, "--gpu-gib", "80", "--target", "9").out
+
+    def test_what_to_put_for_the_model_of_a_named_shape_is_said(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", "qwen3-30b-a3b", "--gpu-gib", "24")
+        _narrow(ran.out)
+        assert "serve MODEL --moe" in ran.out
+        assert ran.out.endswith(
+            "\nMODEL: a checkpoint of qwen3-30b-a3b's shape, a folder or a name on the hub\n"
+        )
+        assert "MODEL" not in run("plan", qwen, "--gpu-gib", "24").out
 
     def test_json_is_alone_and_holds_the_numbers(self, run: Callable[..., Ran], qwen: str) -> None:
         ran = run("plan", qwen, "--gpu-gib", "24", "--target", "50", "--json")
@@ -770,6 +795,12 @@ class TestHelp:
         assert ran.exit_code == 0
         assert max(map(len, ran.stdout.splitlines())) <= 80
         assert "…" not in ran.stdout
+
+    def test_what_status_1_means_is_on_one_line(self) -> None:
+        ran = CliRunner().invoke(
+            cli.app, ["plan", "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+        )
+        assert "fits, or not the target, or the cache refuses the model." in ran.stdout
 
     def test_a_typo_suggests_the_command(self) -> None:
         ran = CliRunner().invoke(cli.app, ["plam"], env={"COLUMNS": "80"})

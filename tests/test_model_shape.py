@@ -81,6 +81,18 @@ class TestReadConfig:
         with pytest.raises(ModelError, match=f"there is no model folder '{name}'"):
             read_config(name)
 
+    @pytest.mark.parametrize(("name", "folder"), [("model/config.json", "model"), ("x.json", ".")])
+    def test_of_a_file_the_folder_is_asked_for(
+        self, name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / name).write_text("{}")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(
+            ModelError, match=f"'{name}': it is a file; give its folder, '{folder}'"
+        ):
+            read_config(name)
+
     @pytest.mark.parametrize("load", [read_config, load_config])
     @pytest.mark.parametrize(
         ("name", "said"),

@@ -295,9 +295,12 @@ class TestGpus:
         assert "assumed" in gpu.link_origin
         assert "assumed" in gpu.memory_origin
 
-    @pytest.mark.parametrize(("gib", "like"), [(4, "RTX 4060"), (20, "RTX 4080"), (192, "H200")])
-    def test_another_size_is_like_the_next_smaller_card(self, gib: float, like: str) -> None:
-        assert typical_gpu(gib).name == f"like {like}"
+    @pytest.mark.parametrize(("gib", "card"), [(4, "RTX 4060"), (20, "RTX 4080"), (192, "H200")])
+    def test_another_size_is_as_fast_as_the_next_smaller_card(self, gib: float, card: str) -> None:
+        gpu = typical_gpu(gib)
+        assert gpu.name == f"no common size; as fast as {card}"
+        assert gpu.link_origin == f"assumed: usual ({card})"
+        assert typical_gpu(gib, memory_gbs=900, link_gbs=11).name == "no common size"
 
     def test_what_is_given_is_taken(self) -> None:
         gpu = typical_gpu(24, memory_gbs=900, link_gbs=11)
