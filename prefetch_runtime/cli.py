@@ -24,7 +24,7 @@ from prefetch_runtime.config import (
     spelled,
 )
 from prefetch_runtime.demo import run_demo
-from prefetch_runtime.early_refusals import refuse_on_cpu, refuse_options
+from prefetch_runtime.early_refusals import refuse_misspelt, refuse_on_cpu, refuse_options
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.model_shape import ModelError
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
@@ -156,6 +156,7 @@ def serve(
     in_front = model.startswith("-")
     if in_front:  # an option: the model may be in vLLM's own file
         passed_on.insert(0, model)
+    refuse_misspelt(passed_on)
     file = _read_config_file(passed_on)
     if in_front:
         if file is None or file.model is None:

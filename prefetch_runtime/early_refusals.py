@@ -5,10 +5,11 @@ The worker's own checks (`vllm/checks.py`) stay: they see what vLLM makes of eve
 
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import metadata
 from itertools import pairwise
 
-from prefetch_runtime.config import ConfigError, PrefetchConfig
+from prefetch_runtime.config import CLI_SPELLING, ConfigError, PrefetchConfig
 from prefetch_runtime.refusals import (
     CPU_NEEDS_EAGER,
     NO_OFFLOADERS,
@@ -20,6 +21,31 @@ from prefetch_runtime.refusals import (
 )
 
 _SHORT = {f"-{kind[0]}p": f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")}
+
+OPTIONS = tuple(option for key, option in CLI_SPELLING.items() if key != "trace_tokens")
+"""The options of `serve` that are not vLLM's."""
+CLOSE = 0.86
+"""How like one of ours a misspelt option is, in difflib's ratio. Of all that vLLM 0.26 to 0.33
+takes, shortened or not, nothing is above 0.8."""
+
+
+def refuse_misspelt(passed_on: Sequence[str]) -> None:
+    """An option that is passed on to vLLM, but is one of ours with another spelling.
+
+    Raises:
+        ConfigError: names the option that is nearest, or those that begin like it.
+    """
+    for argument in passed_on:
+        given = argument.partition("=")[0]
+        if not given.startswith("--") or given in OPTIONS:
+            continue
+        name = given.replace("_", "-").partition(".")[0]
+        near = get_close_matches(name, OPTIONS, n=1, cutoff=CLOSE)
+        if near:
+            longer = [option for option in OPTIONS if option.startswith(name)]
+            raise ConfigError(
+                f"unknown option {given}; did you mean {' or '.join(longer or near)}?"
+            )
 
 
 def refuse_options(passed_on: Sequence[str]) -> None:

@@ -208,6 +208,41 @@ class TestServe:
         assert run("serve", HUB, option, "2").status == 0, "vLLM alone may"
         assert run("serve", HUB, "--moe-expert-cache-size", "8", option, "1").status == 0
 
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            ("--moe-expert-cache-sise", "--moe-expert-cache-size"),
+            ("--moe_expert_cache_size", "--moe-expert-cache-size"),
+            ("--expert-cache-size", "--moe-expert-cache-size"),
+            ("--moe-expert-cache", "--moe-expert-cache-size or --moe-expert-cache-gib"),
+            ("--prefetch-modus", "--prefetch-mode"),
+            ("--evicton-policy", "--eviction-policy"),
+            ("--predictors", "--predictor"),
+            ("--predictor-wide", "--predictor-widen"),
+            ("--prefetch-budget", "--prefetch-budget-mib"),
+            ("--staging-slot", "--staging-slots"),
+            ("--expert-cache-metric", "--expert-cache-metrics"),
+        ],
+    )
+    def test_a_misspelt_option_of_ours_is_not_passed_on(
+        self, given: str, meant: str, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        words = f"error: unknown option {given}; did you mean {meant}?\n"
+        for arguments in ([HUB, given, "8"], [HUB, "--enforce-eager", f"{given}=8"], [given, HUB]):
+            _refused(run("serve", *arguments), words)
+        assert not executed
+
+    def test_the_options_that_can_be_misspelt_are_those_of_serve(self) -> None:
+        parameters = typer.main.get_command(cli.app).commands["serve"].params  # type: ignore[attr-defined]
+        options = {name for p in parameters for name in p.opts if name.startswith("--")}
+        assert options - {"--help"} == set(early_refusals.OPTIONS)
+
+    @pytest.mark.parametrize(
+        "given", ["--prefetch", "--kv-cache-metrics", "--moe-backend", "--no-such", "--pre", "--"]
+    )
+    def test_other_options_that_are_not_known_are_left_to_vllm(self, given: str) -> None:
+        early_refusals.refuse_misspelt([given, "--seed", "0", "moe-expert-cache-sise"])
+
     def test_a_cpu_needs_eager_and_says_so_before_vllm_starts(
         self,
         run: Callable[..., Ran],

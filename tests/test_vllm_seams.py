@@ -8,12 +8,15 @@ the newest supported version.
 import ast
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+
+from prefetch_runtime.early_refusals import refuse_misspelt
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIABLE = "PREFETCH_RUNTIME_VLLM_SOURCES"
@@ -612,6 +615,32 @@ class TestGraphs:
         ]
         assert any("list(self._attention_ops)" in body for body in unset)
         assert not any("cudagraph_mode" in body for body in unset)
+
+
+class TestOptions:
+    """What `early_refusals.py` takes for a misspelt option must be none of vLLM's."""
+
+    FOLDERS = ("config", "engine", "entrypoints")
+
+    def test_no_option_of_vllm_or_abbreviation_of_one_is_like_one_of_ours(
+        self, vllm: Source
+    ) -> None:
+        names: set[str] = set()
+        for path in (p for folder in self.FOLDERS for p in (vllm.root / folder).rglob("*.py")):
+            text = path.read_text()
+            names |= set(re.findall(r"\"--([a-z][a-z0-9-]+)\"", text))
+            fields = re.findall(r"^    ([a-z]\w+) *:", text, re.MULTILINE)
+            names |= {field.replace("_", "-") for field in fields}
+        assert {"enforce-eager", "tensor-parallel-size", "port", "kv-cache-metrics"} <= names
+        names |= {f"no-{name}" for name in names}
+        refuse_misspelt([f"--{name[:end]}" for name in names for end in range(1, len(name) + 1)])
+
+    def test_the_offloaders_options_are_called_so(self, vllm: Source) -> None:
+        text = (vllm.root / "engine" / "arg_utils.py").read_text()
+        for option in ("--cpu-offload-gb", "--offload-group-size", "--offload-backend"):
+            assert f'"{option}"' in text
+        backends = names_assigned(vllm.tree("config/offload.py"))["OffloadBackend"]
+        assert text_of(backends) == "Literal['auto', 'uva', 'prefetch']"
 
 
 class TestConfiguration:
