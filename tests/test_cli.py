@@ -213,6 +213,7 @@ class TestServe:
         [
             ("--moe-expert-cache-sise", "--moe-expert-cache-size"),
             ("--moe_expert_cache_size", "--moe-expert-cache-size"),
+            ("--moe_expert_cache_sise", "--moe-expert-cache-size"),
             ("--expert-cache-size", "--moe-expert-cache-size"),
             ("--moe-expert-cache", "--moe-expert-cache-size or --moe-expert-cache-gib"),
             ("--prefetch-modus", "--prefetch-mode"),
