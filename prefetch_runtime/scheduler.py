@@ -560,6 +560,10 @@ class Scheduler:
         """[E] int32 on the device: the slot of each expert as kernels see it, -1 when absent."""
         return layer.mapping[:-1]
 
+    def mapping_of(self, layer_idx: int) -> torch.Tensor:
+        """`mapping` of a layer by its number; for kernels, so that what is owed may wait."""
+        return self.mapping(self._layers[layer_idx])
+
     def planned_mapping(self, layer: LayerCache) -> IntArray:
         """[E] int32: the mapping as it should be, global ids; for audits."""
         slots = layer.table.mapping

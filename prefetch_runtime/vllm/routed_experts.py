@@ -232,10 +232,9 @@ class PrefetchRoutedExperts(RoutedExperts):
         self._cache_store = store
         self._experts = check_kernel(self.layer_name, self.quant_method)
         self._seats = Seats(self, buffers.tensors)
-        layer = engine.scheduler.add_layer(
+        engine.scheduler.add_layer(
             self._cache_layer_idx, self.layer_name, store, buffers, expert_map=self.expert_map
         )
-        self._slot_of = partial(engine.scheduler.mapping, layer)
         self._tuned: TunedConfigs | None = None
         self._blocks: MarlinBlocks | None = None
         self._rows: RowKeeper | None = None
@@ -294,8 +293,9 @@ class PrefetchRoutedExperts(RoutedExperts):
                 if self._blocks is None:
                     topk_ids = result.topk_ids
                 else:
+                    slot_of = scheduler.mapping_of(self._cache_layer_idx)
                     stack.enter_context(
-                        self._blocks.on(self._slot_of(), x, self.w13_weight, self.w2_weight)
+                        self._blocks.on(slot_of, x, self.w13_weight, self.w2_weight)
                     )
                 return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)
             if self._rows is None:

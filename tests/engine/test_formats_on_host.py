@@ -408,6 +408,9 @@ def served(name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     layer._cache_engine = SimpleNamespace(
         scheduler=scheduler, routed=lambda _, ids: ids, padding=lambda _: None,
         guesses=lambda *_: None,
+        waves=lambda at, ids, guesses, *, whole, **_: scheduler.expert_waves(
+            at, ids, guesses, whole=whole
+        ),
     )  # fmt: skip
     layer._experts = check_kernel("l", layer.quant_method)
     layer._seats = Seats(layer, buffers.tensors)
