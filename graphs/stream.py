@@ -46,6 +46,7 @@ class ExpertStream:
         halves: Sequence[RecordTable],
         *,
         rows: int,
+        num_waves: Callable[[int], int],
         most_waves: int,
     ) -> None:
         """
@@ -53,13 +54,16 @@ class ExpertStream:
             fill: copies the newcomers of the slots.
             halves: the same records as the fill's, with the two halves of the ring as their slots.
             rows: experts that a half holds (R).
-            most_waves: of one step, that of the slots included.
+            num_waves: of a step of so many assignments (T * K), whatever its routing is, that of
+                the slots included.
+            most_waves: of one step.
         """
         table = fill.table
         self._fill = fill
         self._table = table
         self._halves = halves
         self._rows = rows
+        self.num_waves = num_waves
         self.most_waves = most_waves
         device, num_experts = table.device, table.num_experts
         # Every row starts on 16 bytes and ends with -1, which an id of -1 reads in the row before.
@@ -72,12 +76,6 @@ class ExpertStream:
         self._listed = torch.zeros(num_experts, 3, dtype=torch.int32, device=device)
         self._begun = torch.zeros(1, dtype=torch.int64, device=device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def num_waves(self, num_assignments: int) -> int:
-        """Waves that a step of so many assignments (T * K) has, whatever its routing is."""
-        table = self._table
-        past = max(0, min(num_assignments, table.num_experts) - table.num_slots)
-        return 1 + -(-past // self._rows)
 
     def wave_of(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """[T, K] int32: the wave of each assignment of the layer under way; -1 for ids of -1, and

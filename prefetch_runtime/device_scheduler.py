@@ -48,6 +48,7 @@ from prefetch_runtime.waves import (
     MOST_CAPTURED_WAVES,
     MOST_TOKENS_IN_WAVES,
     cut_by_token,
+    worst_waves,
 )
 
 MAX_ASSIGNMENTS = 8192
@@ -108,7 +109,13 @@ class DeviceScheduler(Scheduler):
                 for half in ring.halves
             ]
             self._stream = ExpertStream(
-                self._demand_fill, halves, rows=ring.rows, most_waves=MOST_CAPTURED_WAVES
+                self._demand_fill,
+                halves,
+                rows=ring.rows,
+                num_waves=partial(
+                    worst_waves, num_experts=num_experts, num_slots=num_slots, rows=ring.rows
+                ),
+                most_waves=MOST_CAPTURED_WAVES,
             )
 
     def warm_up(self, top_k: int, max_tokens: int) -> None:
