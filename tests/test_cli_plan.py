@@ -638,9 +638,8 @@ class TestHub:
         monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
         assert load_config(self.NAME) == QWEN3_30B.config
 
-    def test_a_hub_out_of_reach_ends_in_one_line(
-        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def out_of_reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hub = pytest.importorskip("huggingface_hub")
 
         def fail(_: str) -> None:
@@ -648,11 +647,15 @@ class TestHub:
 
         monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
         monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
+
+    @pytest.mark.usefixtures("out_of_reach")
+    def test_a_hub_out_of_reach_ends_in_one_line(self, run: Callable[..., Ran]) -> None:
         ran = run("plan", self.NAME)
         assert (ran.status, ran.out) == (2, "")
         assert "cannot be had from the hub (no route to host); give a folder" in ran.err
         assert ran.err.count("\n") == 1
 
+    @pytest.mark.usefixtures("out_of_reach")
     @pytest.mark.parametrize(
         ("name", "shape"),
         [
@@ -665,16 +668,7 @@ class TestHub:
             ("mistralai/Mixtral-8x22B", None),
         ],
     )
-    def test_a_hub_out_of_reach_offers_the_named_shape(
-        self, name: str, shape: str | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hub = pytest.importorskip("huggingface_hub")
-
-        def fail(_: str) -> None:
-            raise ConnectionError("no route to host")
-
-        monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
-        monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
+    def test_a_hub_out_of_reach_offers_the_named_shape(self, name: str, shape: str | None) -> None:
         with pytest.raises(ModelError, match="give a folder that holds it") as refused:
             load_config(name)
         offer = f", or, without network, the named shape {shape} (as first published)"
