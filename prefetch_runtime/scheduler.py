@@ -6,7 +6,7 @@ Shapes: E = experts of a layer (global ids), S = slots, T = tokens, K = top_k, L
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from prefetch_runtime.staging import StagedWave, StagingRing
 from prefetch_runtime.stall_clock import StallClock
 from prefetch_runtime.stats import LayerStats, RuntimeStats
 from prefetch_runtime.waves import cut_by_token, rows_of_half
+
+if TYPE_CHECKING:
+    from prefetch_runtime.polled_reader import Polled, PolledReader
 
 IntArray = npt.NDArray[np.signedinteger]
 Guesses = Callable[[], torch.Tensor]
@@ -118,6 +121,11 @@ class Scheduler:
         self._copier = copier
         self._between = _at_once if between is None else between
         self._reader = DemandReader(device)
+        self._polled: PolledReader | None = None
+        if between is not None and device.type == "cuda":
+            from prefetch_runtime import polled_reader  # imports triton
+
+            self._polled = polled_reader.PolledReader(device)
         self._sender = RowSender(device)
         self._peeked: tuple[int, torch.Tensor, IntArray] | None = None
         self._host_store = host_store
@@ -127,9 +135,9 @@ class Scheduler:
         self._mode = mode
         self._id_for_padding = id_for_padding
         self._layers: dict[int, LayerCache] = {}
-        self._owed: tuple[LayerCache, IntArray] | None = None
-        """A layer of this step and its ids, all resident, whose hits are noted when the host next
-        waits for the device."""
+        self._owed: tuple[LayerCache, Callable[[], IntArray]] | None = None
+        """A layer of this step and what gives its ids, all resident, whose hits are noted when the
+        host next waits for the device."""
         self._staging: dict[tuple[tuple[str, tuple[int, ...], torch.dtype], ...], StagingRing] = {}
         self._now = 1
         self._decodes = False
@@ -197,8 +205,10 @@ class Scheduler:
     def seal(self) -> None:
         """Called once, after the last `add_layer` and before the first step."""
 
-    def warm_up(self, top_k: int, max_tokens: int) -> None:
-        """Prepare what would otherwise be made during a step. Nothing, on the host."""
+    def warm_up(self, top_k: int, max_tokens: int) -> None:  # noqa: ARG002 - for other modes
+        """Prepare what would otherwise be made during a step."""
+        if self._polled is not None:
+            self._polled.warm_up(top_k, self.layers[0].mapping)
 
     def attach_prefetcher(self, prefetcher: HostPrefetcher) -> None:
         """Predict from now on. Once, after `seal`; the scheduler closes it.
@@ -282,6 +292,8 @@ class Scheduler:
             RuntimeError: the scheduler is closed.
         """
         layer = self._layer(layer_idx)
+        if self._polled is not None and self._peeked is None:
+            return self._fetch_polled(self._polled, layer, topk_ids, padding, guesses)
         topk_ids = without_padding(topk_ids, padding)
         # What `fits` reads is never captured: the calls of a graph fit whatever their routing is.
         known = self._take_peeked(layer, topk_ids)
@@ -298,21 +310,60 @@ class Scheduler:
             raise RuntimeError(_CLOSED)
         self._settle()  # the device is still on its way to these ids
         host_ids, host_guesses = self._receive(layer, sent)
-        if (
-            self._prefetcher is None
-            and layer.layer_idx + 1 in self._layers
-            and layer.table.holds(host_ids)
-        ):
-            # Nothing to copy or publish: the device need not wait while the hits are noted.
-            self._owed = layer, host_ids
+        if self._may_owe(layer) and layer.table.holds(host_ids):
+            self._owed = layer, lambda: host_ids
             return
         self._prepare(layer, host_ids, host_guesses)
 
+    def _fetch_polled(
+        self,
+        polled: "PolledReader",
+        layer: LayerCache,
+        topk_ids: torch.Tensor,
+        padding: torch.Tensor | None,
+        guesses: Guesses | None,
+    ) -> torch.Tensor:
+        """As `fetch`, where the device's part has kernels of its own."""
+        made = None if guesses is None else guesses()
+        sent = polled.send(layer.layer_idx, topk_ids, made, padding=padding, mapping=layer.mapping)
+        self._between(lambda: self._prepare_polled(layer, polled, sent))
+        return polled.renamed(topk_ids, padding=padding, mapping=layer.mapping)
+
+    def _prepare_polled(self, layer: LayerCache, polled: "PolledReader", sent: "Polled") -> None:
+        if self._closed:
+            raise RuntimeError(_CLOSED)
+        self._settle()  # the device is still on its way to these ids
+        all_resident = polled.wait(sent)
+
+        def received() -> tuple[IntArray, IntArray | None]:
+            return self._received(layer, *polled.take(sent))
+
+        if all_resident and self._may_owe(layer):
+            self._owed = layer, lambda: received()[0]
+            return
+        layer.is_stale |= not all_resident
+        self._prepare(layer, *received())
+
+    def _may_owe(self, layer: LayerCache) -> bool:
+        """Whether the device need not wait while the hits of a layer are noted that has nothing to
+        copy or publish."""
+        return self._prefetcher is None and layer.layer_idx + 1 in self._layers
+
     def _settle(self) -> None:
-        """Note the hits that are owed. Before anything else reads or changes a table."""
+        """Note the hits that are owed. Before anything else reads or changes a table.
+
+        Raises:
+            RuntimeError: they are no hits; the device was told otherwise, and has read wrong slots.
+        """
         if self._owed is None:
             return
-        (layer, host_ids), self._owed = self._owed, None
+        (layer, ids), self._owed = self._owed, None
+        host_ids = ids()
+        if not layer.table.holds(host_ids):
+            raise RuntimeError(
+                f"layer {layer.layer_idx} ({layer.layer_name}): the device's mapping has slots for "
+                f"experts that are not there; its outputs since then are wrong"
+            )
         self._fetch(layer, host_ids.ravel())
 
     def _prepare(
@@ -627,6 +678,8 @@ class Scheduler:
             self._prefetcher.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the staged rows are written below
+        if self._polled is not None:
+            self._polled.clear()
         for layer in self._layers.values():
             layer.table.clear()
             layer.experts_read = layer.steps = layer.waves = layer.ahead_in_vain = 0

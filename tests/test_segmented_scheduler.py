@@ -13,6 +13,7 @@ import torch
 
 from graphs.segments import SegmentedCaptures, SegmentedGraph, between_segments
 from predictors import Evidence, PredictorShape, create_predictor
+from prefetch_runtime import polled_reader
 from prefetch_runtime.audit import audit
 from prefetch_runtime.copier import CopyJob, CopyTicket, HostCopier, create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
@@ -21,7 +22,7 @@ from prefetch_runtime.policies import EMPTY_SCORE
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.scheduler import Guesses, LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
-from tests.helpers.replayed_ops import ReplayedOps
+from tests.helpers.replayed_ops import ReplayedKernel, ReplayedOps
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 2
 CPU = torch.device("cpu")
@@ -139,24 +140,35 @@ def routings(count: int, num_tokens: int = 2) -> Iterator[tuple[list[int], np.nd
         yield x, np.concatenate([first, first + 1 + chosen.integers(0, EXPERTS - 1)], axis=2)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    yield torch.device(request.param, 0) if request.param == "cuda" else CPU
+@pytest.fixture(params=["cpu", "kernels", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """On the CPU; there, but with the kernels that CUDA has, interpreted; on a GPU."""
+    for name in ("send_kernel", "rename_kernel"):
+        if request.param == "kernels":
+            monkeypatch.setattr(polled_reader, name, ReplayedKernel(getattr(polled_reader, name)))
+    yield request.param
     if request.param == "cuda":
         torch.cuda.synchronize()
+
+
+@pytest.fixture
+def device(where: str) -> torch.device:
+    return torch.device("cuda", 0) if where == "cuda" else CPU
 
 
 MakeToy = Callable[..., Toy]
 
 
 @pytest.fixture
-def make_toy(device: torch.device) -> Iterator[MakeToy]:
+def make_toy(where: str, device: torch.device) -> Iterator[MakeToy]:
     """Makes a `Toy` on the device; every one is closed in the end, so that its pages are let go."""
     made: list[Toy] = []
 
     def make(num_slots: int, **more: Any) -> Toy:
-        on_cpu = device == CPU
-        made.append(Toy(device, num_slots, make_graph=ReplayedOps if on_cpu else None, **more))
+        make_graph = None if where == "cuda" else ReplayedOps
+        made.append(Toy(device, num_slots, make_graph=make_graph, **more))
+        if where == "kernels":
+            made[-1].scheduler._polled = polled_reader.PolledReader(CPU)
         return made[-1]
 
     yield make
@@ -168,7 +180,7 @@ def make_toy(device: torch.device) -> Iterator[MakeToy]:
 @pytest.mark.parametrize("num_slots", [4, 8, 16])
 @pytest.mark.parametrize("predictor", ["none", "next_gate", "transition", "previous_token"])
 def test_every_replay_computes_with_the_experts_that_it_routes_to(
-    num_slots: int, predictor: str, make_toy: MakeToy
+    num_slots: int, predictor: str, make_toy: MakeToy, where: str
 ) -> None:
     shape = PredictorShape(num_layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
     chosen = None if predictor == "none" else create_predictor(predictor, shape)
@@ -176,7 +188,8 @@ def test_every_replay_computes_with_the_experts_that_it_routes_to(
     graph, output = toy.capture()
     assert graph.num_segments == LAYERS + 1
     demanded = 0
-    for x, routing in routings(60):
+    steps = 12 if where == "kernels" else 60  # interpreted ones are slow
+    for x, routing in routings(steps):
         toy.load(x, routing)
         toy.scheduler.begin_step()
         graph.replay()
@@ -185,7 +198,7 @@ def test_every_replay_computes_with_the_experts_that_it_routes_to(
         demanded += sum(len(set(of_layer)) for of_layer in ids)
     stats = toy.scheduler.stats()
     assert stats.total("hits") + stats.total("late") + stats.total("misses") == demanded
-    assert stats.total("steps") == LAYERS * 60
+    assert stats.total("steps") == LAYERS * steps
     assert stats.total("evictions") > 0 or num_slots == EXPERTS
     assert (stats.total("prefetched") > 0) == (predictor != "none")
     assert audit(toy.scheduler) == []
@@ -240,6 +253,29 @@ def test_a_trace_is_recorded_from_replays(make_toy: MakeToy) -> None:
     assert trace.topk.shape == (10, LAYERS, TOP_K)
     seen = trace.topk.reshape(5, 2, LAYERS, TOP_K).transpose(0, 2, 1, 3).reshape(5, LAYERS, -1)
     assert seen.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    "where", ["kernels", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_a_slot_that_the_device_believes_in_and_the_host_does_not_is_an_error(
+    make_toy: MakeToy,
+) -> None:
+    toy = make_toy(4)
+    graph, _ = toy.capture()
+    routing = np.zeros((LAYERS, 2, TOP_K), dtype=np.int64)
+    toy.load([0, 0], routing)
+    toy.scheduler.begin_step()
+    graph.replay()
+    layer = toy.scheduler.layer(0)
+    demanded = toy.expected([0, 0], routing)[1][0][0]
+    toy.load([demanded + 1] * 2, routing)
+    layer.mapping[demanded + 1] = 0
+    toy.scheduler.begin_step()
+    with pytest.raises(
+        RuntimeError, match=r"layer 0 .*: the device's mapping has slots for experts"
+    ):
+        graph.replay()
 
 
 def test_a_failed_copy_ends_the_replay_and_every_later_one(make_toy: MakeToy) -> None:

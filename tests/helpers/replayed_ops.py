@@ -5,10 +5,12 @@ read and wrote, and Python that stood between the operations does not run again.
 graph it computes while it captures.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -31,6 +33,8 @@ class _Recorder(TorchDispatchMode):
 class ReplayedOps:
     """Has what `graphs.segments.Graph` asks for."""
 
+    capturing: ClassVar["ReplayedOps | None"] = None
+
     def __init__(self) -> None:
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._mode: _Recorder | None = None
@@ -42,11 +46,19 @@ class ReplayedOps:
         self.options = {"pool": pool, **options}
         self._mode = _Recorder(self._calls)
         self._mode.__enter__()
+        ReplayedOps.capturing = self
 
     def capture_end(self) -> None:
         assert self._mode is not None
+        ReplayedOps.capturing = None
         self._mode.__exit__(None, None, None)
         self._mode = None
+
+    def note(self, launch: Callable[[], None]) -> None:
+        """Call a kernel that is not of torch's, now and at every replay."""
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            launch()
+        self._calls.append((launch, (), {}, None))
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -62,3 +74,20 @@ class ReplayedOps:
 
     def pool(self) -> Any:
         return ("pool", id(self))
+
+
+class ReplayedKernel:
+    """A Triton kernel whose launches `ReplayedOps` records, too."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            call = partial(self._kernel[grid], *args, **kwargs)
+            if ReplayedOps.capturing is None:
+                call()
+            else:
+                ReplayedOps.capturing.note(call)
+
+        return launch
