@@ -21,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -424,7 +425,8 @@ def main() -> int:
             changes["num_hidden_layers"] = options.layers
         if EXPERTS[options.experts][0] is not None:
             changes["quantization_config"] = EXPERTS[options.experts][0]
-        model = str(write_shape(options.shape, Path("/tmp/prefetch-runtime-shape"), **changes))
+        folder = Path(tempfile.mkdtemp(prefix="prefetch-runtime-shape-"))
+        model = str(write_shape(options.shape, folder, **changes))
     rows: list[dict[str, Any]] = []
     for group in options.engines.split(";"):
         children = [Child(kind, model, options.limit) for kind in group.split(",")]
