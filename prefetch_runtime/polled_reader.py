@@ -97,7 +97,7 @@ class PolledReader:
         send_kernel[(1,)](
             topk_ids.contiguous(),
             topk_ids if guesses is None else guesses.contiguous(),
-            topk_ids if padding is None else padding,
+            topk_ids if padding is None else padding.contiguous(),
             mapping,
             buffer.tensor,
             num_tokens,
@@ -149,7 +149,7 @@ class PolledReader:
         slot_ids = torch.empty_like(topk_ids)
         rename_kernel[(-(-topk_ids.numel() // _BLOCK),)](
             topk_ids,
-            topk_ids if padding is None else padding,
+            topk_ids if padding is None else padding.contiguous(),
             mapping,
             slot_ids,
             topk_ids.numel(),
@@ -161,7 +161,8 @@ class PolledReader:
         return slot_ids
 
     def clear(self) -> None:
-        """Forget what has arrived; the device must be idle."""
+        """Forget what has arrived or is on its way. Waits for the current stream."""
+        self._wait_for_the_stream()
         for pair in self._buffers:
             for buffer in pair:
                 buffer.clear()

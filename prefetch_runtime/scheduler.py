@@ -260,6 +260,11 @@ class Scheduler:
         probably be demanded again.
         """
         self._settle()
+        last = self._layers.get(len(self._layers) - 1)
+        if self._polled is not None and last is not None and last.last_step != self._now:
+            # The step before was cut short (or ran no layer): what the device has told since then,
+            # or is about to tell, would be taken for the demand of a layer of this step.
+            self._polled.clear()
         self._now += 1
         self._decodes = decodes
         self._peeked = None
@@ -764,6 +769,7 @@ class Scheduler:
         self, layer: LayerCache, ids: IntArray, host_guesses: IntArray | None
     ) -> tuple[IntArray, IntArray | None]:
         if isinstance(self.recorder, TraceRecorder):
+            self._settle()  # which records the layer before
             self.recorder.record(layer.layer_idx, ids, host_guesses)
         return self._as_local(layer, ids), host_guesses
 

@@ -4,8 +4,9 @@ On a CPU the operations are recorded and replayed by a stand-in; with a GPU, for
 marked gpu. Shapes: L = layers, T = tokens, K = top_k, E = experts, S = slots.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ class Toy:
     def __init__(
         self,
         device: torch.device,
-        num_slots: int,
+        num_slots: int | Sequence[int],
         *,
         num_tokens: int = 2,
         predictor: Any = None,
@@ -65,7 +66,8 @@ class Toy:
                 for name in ("w13_weight", "w2_weight"):
                     layer.tensor(name)[expert].fill_(worth(layer_idx, expert))
             store.pin(layer_idx)
-            slots = SlotBuffers(num_slots, LAYOUT, device)
+            of_layer = num_slots if isinstance(num_slots, int) else num_slots[layer_idx]
+            slots = SlotBuffers(of_layer, LAYOUT, device)
             for tensor in slots.tensors.values():
                 tensor.fill_(-999.0)
             self.scheduler.add_layer(layer_idx, f"layer {layer_idx}", layer, slots)
@@ -164,9 +166,9 @@ def make_toy(where: str, device: torch.device) -> Iterator[MakeToy]:
     """Makes a `Toy` on the device; every one is closed in the end, so that its pages are let go."""
     made: list[Toy] = []
 
-    def make(num_slots: int, **more: Any) -> Toy:
+    def make(num_slots: int | Sequence[int], **more: Any) -> Toy:
         make_graph = None if where == "cuda" else ReplayedOps
-        made.append(Toy(device, num_slots, make_graph=make_graph, **more))
+        made.append(Toy(device, num_slots, **{"make_graph": make_graph, **more}))
         if where == "kernels":
             made[-1].scheduler._polled = polled_reader.PolledReader(CPU)
         return made[-1]
@@ -255,6 +257,20 @@ def test_a_trace_is_recorded_from_replays(make_toy: MakeToy) -> None:
     assert seen.tolist() == wanted
 
 
+def test_a_trace_has_the_layers_in_order_whatever_the_host_puts_off(
+    make_toy: MakeToy,
+) -> None:
+    toy = make_toy([EXPERTS, 6, 6, EXPERTS], num_tokens=4)  # the second and third look first
+    toy.scheduler.recorder = TraceRecorder(LAYERS, EXPERTS, max_tokens=100)
+    ids = torch.tensor([[3, 1], [0, 2], [2, 1], [3, 0]], dtype=torch.int32, device=toy.device)
+    for _ in range(3):
+        toy.scheduler.begin_step()
+        for layer_idx in range(LAYERS):
+            assert toy.scheduler.fits(layer_idx, ids)
+            toy.scheduler.fetch(layer_idx, ids)
+    assert toy.scheduler.recorder.trace().topk.shape == (12, LAYERS, TOP_K)
+
+
 @pytest.mark.parametrize(
     "where", ["kernels", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
@@ -276,6 +292,57 @@ def test_a_slot_that_the_device_believes_in_and_the_host_does_not_is_an_error(
         RuntimeError, match=r"layer 0 .*: the device's mapping has slots for experts"
     ):
         graph.replay()
+
+
+class LaggingOps(ReplayedOps):
+    """Computes when it is waited for, as a device that is behind the host."""
+
+    launched: ClassVar[list[Callable[[], None]]] = []
+
+    def replay(self) -> None:
+        self.launched.append(super().replay)
+
+    @classmethod
+    def catch_up(cls) -> None:
+        while cls.launched:
+            cls.launched.pop(0)()
+
+
+@pytest.mark.parametrize("cut_at", range(LAYERS))
+@pytest.mark.parametrize("cut", ["wait", "take"])
+@pytest.mark.parametrize(
+    "where", ["kernels", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_a_step_that_was_cut_short_leaves_nothing_for_the_next_one_to_read(
+    cut_at: int, cut: str, make_toy: MakeToy, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make_toy(EXPERTS, **({} if where == "cuda" else {"make_graph": LaggingOps}))
+    graph, output = toy.capture()
+    polled: Any = toy.scheduler._polled
+    whole = getattr(polled, cut)
+    if where == "kernels":
+        monkeypatch.setattr(polled_reader, "_LOOKS", 1)
+        monkeypatch.setattr(polled, "_wait_for_the_stream", LaggingOps.catch_up)
+    calls = itertools.count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == cut_at:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(polled, cut, interrupted)
+    for at, (x, routing) in enumerate(routings(4)):
+        LaggingOps.catch_up()
+        toy.load(x, routing)
+        toy.scheduler.begin_step()
+        if at == 0:
+            with pytest.raises(KeyboardInterrupt):
+                graph.replay()
+            continue
+        graph.replay()
+        LaggingOps.catch_up()
+        assert output.tolist() == toy.expected(x, routing)[0], f"step {at}"
+    assert audit(toy.scheduler) == []
 
 
 def test_a_failed_copy_ends_the_replay_and_every_later_one(make_toy: MakeToy) -> None:
