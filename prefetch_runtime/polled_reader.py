@@ -58,6 +58,9 @@ class PolledReader:
     """For one thread. Each time that a demand is sent, it is waited for and then taken, both before
     the kernel runs that sends the next but one: two buffers take turns."""
 
+    most_ids = 4096
+    """Demands of more ids arrive sooner by a copy: one program sends block after block."""
+
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._arrived = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]

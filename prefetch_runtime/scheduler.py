@@ -297,8 +297,9 @@ class Scheduler:
             RuntimeError: the scheduler is closed.
         """
         layer = self._layer(layer_idx)
-        if self._polled is not None and self._peeked is None:
-            return self._fetch_polled(self._polled, layer, topk_ids, padding, guesses)
+        polled = self._polled
+        if polled is not None and self._peeked is None and topk_ids.numel() <= polled.most_ids:
+            return self._fetch_polled(polled, layer, topk_ids, padding, guesses)
         topk_ids = without_padding(topk_ids, padding)
         # What `fits` reads is never captured: the calls of a graph fit whatever their routing is.
         known = self._take_peeked(layer, topk_ids)

@@ -227,6 +227,26 @@ def test_replays_and_wide_eager_steps_share_the_slots(
     assert audit(toy.scheduler) == []
 
 
+@pytest.mark.parametrize("num_tokens", [2048, 2049])
+def test_a_demand_of_a_prompt_is_copied_and_not_sent_by_one_program(
+    num_tokens: int, make_toy: MakeToy, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make_toy(EXPERTS)
+    polled: Any = toy.scheduler._polled
+    calls: list[int] = []
+    if polled is not None:
+        send = polled.send
+        monkeypatch.setattr(
+            polled, "send", lambda *given, **more: calls.append(0) or send(*given, **more)
+        )
+    ids = (torch.arange(2 * num_tokens, dtype=torch.int32) % EXPERTS).view(-1, 2).to(toy.device)
+    for layer_idx in range(LAYERS):
+        slot_ids = toy.scheduler.fetch(layer_idx, ids)
+        owner = torch.from_numpy(toy.scheduler.layer(layer_idx).table.owner)
+        assert torch.equal(owner[slot_ids.long().cpu()], ids.long().cpu())
+    assert len(calls) == (LAYERS if where != "cpu" and num_tokens == 2048 else 0)
+
+
 def test_padding_rows_demand_nothing(make_toy: MakeToy) -> None:
     toy = make_toy(4)
     graph, output = toy.capture()

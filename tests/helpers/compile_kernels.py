@@ -5,25 +5,38 @@ Prints one line per kernel; exits with 1 if one does not compile or is not what 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from graphs import fill_kernels, layout, prefetch_kernels, resolve_kernels, wide_kernels
+from graphs import (
+    demand_kernels,
+    fill_kernels,
+    layout,
+    prefetch_kernels,
+    resolve_kernels,
+    wide_kernels,
+)
 from prefetch_runtime.policies import create_device_form
 
 INT64 = {
     "topk_ids", "counters", "bytes_before", "header", "units", "budget", "out", "stamps", "begun",
 }  # fmt: skip
 SCALARS = dict.fromkeys(
-    ("layer_idx", "n", "row_stride", "num_scores", "evict", "num_waves", "first"), "i32"
-)
+    (
+        "layer_idx", "n", "row_stride", "num_scores", "evict", "num_waves", "first", "num_tokens",
+        "num_ids",
+    ),
+    "i32",
+)  # fmt: skip
 
 
-def compile_kernel(kernel: Any, num_warps: int, **constants: Any) -> str:
+def compile_kernel(
+    kernel: Any, num_warps: int, *, int64: Collection[str] = INT64, **constants: Any
+) -> str:
     """The PTX, with every pointer aligned to 16 bytes as torch's are."""
     signature, values, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -34,14 +47,19 @@ def compile_kernel(kernel: Any, num_warps: int, **constants: Any) -> str:
         elif name in SCALARS:
             signature[name] = SCALARS[name]
         else:
-            signature[name] = "*i64" if name in INT64 else "*i32"
+            signature[name] = "*i64" if name in int64 else "*i32"
             if name == "padding":
-                signature[name] = {0: "*i64", 1: "*i1", 2: "*i64"}[constants["PAD"]]
+                signature[name] = "*i1" if _marks(constants) else "*i64"
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", 90, 32)
     ptx: str = triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
     return ptx
+
+
+def _marks(constants: dict[str, Any]) -> bool:
+    kind: int = constants["PADDING"] if "PADDING" in constants else constants["PAD"]
+    return kind == layout.Padding.MASK
 
 
 def check(name: str, ptx: str, *, holds: Callable[[str], bool] = bool) -> bool:
@@ -52,6 +70,13 @@ def check(name: str, ptx: str, *, holds: Callable[[str], bool] = bool) -> bool:
 
 def moves_16_bytes(ptx: str) -> bool:
     return "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+def ends_with_its_word(ptx: str) -> bool:
+    """Whether all threads meet between the last ids and the word that says they are there."""
+    lines = ptx.splitlines()
+    *_, ids, word = (at for at, line in enumerate(lines) if "st.global" in line)
+    return any("bar.sync" in line or "barrier.sync" in line for line in lines[ids:word])
 
 
 def main() -> int:
@@ -121,6 +146,16 @@ def main() -> int:
             results.append(check(f"wave maps, {about} whole={whole}", ptx))
         ptx = compile_kernel(wide_kernels.stream_kernel, 16, **copy, R=rows, U=289)
         results.append(check(f"stream, {rows} rows", ptx, holds=moves_16_bytes))
+    for kind in (demand_kernels.NO_PADDING, demand_kernels.MARKED, demand_kernels.NEGATIVE):
+        for int64 in ({"guesses"}, {"topk_ids", "guesses", "slot_ids"}):
+            about = f"padding {kind.value}, {len(int64)} tensors of int64"
+            told: dict[str, Any] = {"E": 128, "K": 6, "PADDING": kind.value, "BLOCK": 256}
+            for guesses in (0, 12):
+                ptx = compile_kernel(demand_kernels.send_kernel, 4, int64=int64, **told, G=guesses)
+                about_guesses = f"send, {about}, {guesses} guesses"
+                results.append(check(about_guesses, ptx, holds=ends_with_its_word))
+            ptx = compile_kernel(demand_kernels.rename_kernel, 4, int64=int64, **told)
+            results.append(check(f"rename, {about}", ptx))
     for wait in (wide_kernels.begin_wait_kernel, wide_kernels.end_wait_kernel):
         ptx = compile_kernel(wait, 1)
         results.append(check(wait.__name__, ptx, holds=lambda p: "globaltimer" in p))
