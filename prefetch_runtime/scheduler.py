@@ -22,7 +22,7 @@ from prefetch_runtime.policies import create_policy
 from prefetch_runtime.recorder import Recorder, TraceRecorder
 from prefetch_runtime.row_sender import RowSender
 from prefetch_runtime.slot_buffers import SlotBuffers
-from prefetch_runtime.slots import SlotPlan, SlotTable, absent_when_full
+from prefetch_runtime.slots import NotEnoughSlots, SlotPlan, SlotTable, absent_when_full
 from prefetch_runtime.staging import StagedWave, StagingRing
 from prefetch_runtime.stall_clock import StallClock
 from prefetch_runtime.stats import LayerStats, RuntimeStats
@@ -148,6 +148,9 @@ class Scheduler:
         """Whether steps that may not fit the slots may be captured, where the mode can. To be
         cleared before anything is captured."""
         self._missed_in = 0
+        self._is_torn = False
+        """Whether a table may name experts that are not in their slots. So while they are brought
+        in; between steps, if one was cut short there."""
         self._stalls = StallClock(device)
         self._steps_with_misses = 0
         self.host_calls = 0
@@ -258,7 +261,12 @@ class Scheduler:
 
         `decodes`: no request of the step has more than one token, so that what it demands will
         probably be demanded again.
+
+        Raises:
+            RuntimeError: a step before was cut short while it brought experts in.
         """
+        if self._is_torn:
+            raise RuntimeError(_TORN)
         self._settle()
         last = self._layers.get(len(self._layers) - 1)
         if self._polled is not None and last is not None and last.last_step != self._now:
@@ -385,7 +393,12 @@ class Scheduler:
         self._settle()
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
-        plan = layer.table.plan(demanded, self._now)
+        self._is_torn = True
+        try:
+            plan = layer.table.plan(demanded, self._now)
+        except (NotEnoughSlots, ValueError):
+            self._is_torn = False  # nothing has changed
+            raise
         self._count_step(layer)
         layer.waves += 1
         if plan.loads.size + plan.late.size + plan.dropped.size:
@@ -395,6 +408,7 @@ class Scheduler:
             self._prefetcher.join(layer.layer_idx, plan)
         if plan.loads.size or plan.late.size or layer.is_stale:
             self._publish(layer)
+        self._is_torn = False
 
     def _bring_in(self, layer: LayerCache, plan: SlotPlan) -> None:
         if self._prefetcher is not None:
@@ -415,6 +429,7 @@ class Scheduler:
         if index is None:
             return
         target = self._layers[index]
+        self._is_torn = True
         target.is_stale |= prefetcher.predict(
             layer.layer_idx,
             ids,
@@ -424,6 +439,7 @@ class Scheduler:
             table=target.table,
             now=self._now,
         )
+        self._is_torn = False
 
     # Wide steps
 
@@ -523,6 +539,7 @@ class Scheduler:
                 self._copier.wait(plan.into_slots)  # RAW: the wave reads these slots
         if plan.into_slots is not None or layer.is_stale:
             self._publish(layer)
+        self._is_torn = False
         if in_slots:
             yield ExpertWave(layer.buffers, maps[0], wave_of == 0, is_last=not staged)
         for index, wave in enumerate(staged):
@@ -588,7 +605,12 @@ class Scheduler:
         host_ids = self._read(layer, topk_ids, guesses)
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
-        plan, streamed = layer.table.plan_wide(host_ids, self._now, evict=self._decodes)
+        self._is_torn = True
+        try:
+            plan, streamed = layer.table.plan_wide(host_ids, self._now, evict=self._decodes)
+        except ValueError:
+            self._is_torn = False  # nothing has changed
+            raise
         # WAW: what the prefetcher still writes into slots of this plan comes before its copies.
         if self._prefetcher is not None:
             self._prefetcher.join(layer.layer_idx, plan)
@@ -691,6 +713,7 @@ class Scheduler:
             layer.experts_read = layer.steps = layer.waves = layer.ahead_in_vain = 0
             layer.last_step = -1
             self._publish(layer)
+        self._is_torn = False
         self._now = 1
         self._missed_in = self._steps_with_misses = 0
         self._stalls.clear()
@@ -831,6 +854,12 @@ class Scheduler:
 
 
 _CLOSED = "the expert cache is closed; graphs that were captured with it cannot be replayed"
+
+
+_TORN = (
+    "an earlier step was cut short while it brought experts in, so slots may hold anything; empty "
+    'the cache (collective_rpc("prefetch_reset")), or start again'
+)
 
 
 def _at_once(action: Callable[[], None]) -> None:

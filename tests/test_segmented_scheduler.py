@@ -23,6 +23,7 @@ from prefetch_runtime.policies import EMPTY_SCORE
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.scheduler import Guesses, LayerCache, Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
+from prefetch_runtime.slots import NotEnoughSlots
 from tests.helpers.replayed_ops import ReplayedKernel, ReplayedOps
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 2
@@ -363,6 +364,50 @@ def test_a_step_that_was_cut_short_leaves_nothing_for_the_next_one_to_read(
         LaggingOps.catch_up()
         assert output.tolist() == toy.expected(x, routing)[0], f"step {at}"
     assert audit(toy.scheduler) == []
+
+
+@pytest.mark.parametrize("cut_at", [0, LAYERS - 1])
+@pytest.mark.parametrize("cut", ["submit", "wait"])
+def test_after_a_step_that_was_cut_short_at_a_copy_the_slots_are_not_trusted(
+    cut_at: int, cut: str, make_toy: MakeToy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = make_toy(8)
+    graph, output = toy.capture()
+    ((x, routing),) = routings(1)
+    toy.load(x, routing)
+    whole = getattr(toy.scheduler._copier, cut)
+    calls = itertools.count()
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        if next(calls) == cut_at:
+            raise KeyboardInterrupt
+        return whole(*args, **more)
+
+    monkeypatch.setattr(toy.scheduler._copier, cut, interrupted)
+    toy.scheduler.begin_step()
+    with pytest.raises(KeyboardInterrupt):
+        graph.replay()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cut short while it brought experts in.*reset"):
+            toy.scheduler.begin_step()
+    toy.scheduler.reset()
+    for _ in range(2):
+        toy.scheduler.begin_step()
+        graph.replay()
+        assert output.tolist() == toy.expected(x, routing)[0]
+    assert audit(toy.scheduler) == []
+
+
+def test_a_demand_that_is_refused_leaves_the_slots_as_they_were(make_toy: MakeToy) -> None:
+    toy = make_toy(4)
+    toy.scheduler.begin_step()
+    for refused in ([*range(6)], [EXPERTS + 1]):
+        ids = torch.tensor([refused], dtype=torch.int32, device=toy.device)
+        with pytest.raises((NotEnoughSlots, ValueError)):
+            toy.scheduler.fetch(0, ids)
+        toy.scheduler.begin_step()
+    ids = torch.tensor([[2, 3]], dtype=torch.int32, device=toy.device)
+    assert toy.scheduler.fetch(0, ids).tolist() == [[0, 1]]
 
 
 def test_a_failed_copy_ends_the_replay_and_every_later_one(make_toy: MakeToy) -> None:
