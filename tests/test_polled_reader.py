@@ -1,10 +1,14 @@
 """A demand that the host watches for: what arrives, what the one word says, what is renamed."""
 
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from prefetch_runtime import polled_reader
 from prefetch_runtime.polled_reader import PolledReader
 
 EXPERTS = 6
@@ -129,6 +133,29 @@ def test_a_demand_that_never_comes_is_an_error(device: torch.device) -> None:
     assert not reader.wait(sent)
     with pytest.raises(RuntimeError, match="the kernel that sends it never ran"):
         reader.wait(sent)
+
+
+def test_other_threads_run_while_a_demand_is_watched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    reader = PolledReader(cpu)
+    ids = torch.tensor([[1]], dtype=torch.int32)
+    sent = reader.send(0, ids, None, padding=None, mapping=mapping_of({1: 0}, cpu))
+    assert reader.wait(sent)
+    monkeypatch.setattr(polled_reader, "_ROUNDS", 2_000_000)
+
+    def arrives() -> None:
+        time.sleep(0.01)
+        sent.buffer.words[0] = 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # nobody is made to let go of the interpreter's lock
+    thread = threading.Thread(target=arrives)
+    try:
+        thread.start()
+        assert reader.wait(sent)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def test_what_had_arrived_is_forgotten_when_cleared(device: torch.device) -> None:
