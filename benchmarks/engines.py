@@ -432,6 +432,7 @@ def main() -> int:
         children = [Child(kind, model, options.limit) for kind in group.split(",")]
         for one in children:
             one.listen()
+        print(f"LOADED {group}", flush=True)
         while options.after is not None and not options.after.exists():
             time.sleep(0.2)
         for one in children:
