@@ -191,7 +191,8 @@ def serve(
             f"{spelled('slots_per_layer')}"
         )
     _say_if_off(config, slots)
-    command = [sys.executable, "-m", "prefetch_runtime.vllm.serve"]
+    # -P: what lies in the user's folder, such as a graphs.py, is not imported in our place.
+    command = [sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve"]
     if config.enabled and config.metrics:
         command.append("--metrics")
     command += ["serve", model, *passed_on]

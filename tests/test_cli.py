@@ -100,7 +100,7 @@ def _refused(ran: Ran, *parts: str) -> None:
     assert ran.out == ""
 
 
-START = [sys.executable, "-m", "prefetch_runtime.vllm.serve", "serve"]
+START = [sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve", "serve"]
 
 
 class TestServe:
@@ -111,8 +111,8 @@ class TestServe:
         assert ran.status == 0
         assert ran.err == "" or ran.err.startswith("expert cache off")
         (command,) = executed
-        assert command[:4] == START
-        return command[4:]
+        assert command[:5] == START
+        return command[5:]
 
     def test_the_settings_become_worker_class_and_additional_config(
         self, run: Callable[..., Ran], executed: list[list[str]]

@@ -634,7 +634,7 @@ def test_the_command_on_the_page_starts_a_server_with_metrics(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (0, None)
-    assert executed[0][2:5] == ["prefetch_runtime.vllm.serve", "--metrics", "serve"]
+    assert executed[0][3:6] == ["prefetch_runtime.vllm.serve", "--metrics", "serve"]
     assert json.loads(executed[0][-1])["prefetch_runtime"]["metrics"] is True
 
 

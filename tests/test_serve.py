@@ -5,17 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from prefetch_runtime import cli, early_refusals
+from prefetch_runtime.bench import servers
+from prefetch_runtime.bench.config import BenchConfig, Server
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
 from prefetch_runtime.vllm import serve
 from prefetch_runtime.vllm.serve import VllmCpuFinder, metrics_folder
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULE = (sys.executable, "-m", "prefetch_runtime.vllm.serve")
 
 COMMAND = """
 import os, sys, time
@@ -56,13 +60,16 @@ def start(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
-    def go(*arguments: str, **variables: str) -> "subprocess.Popen[str]":
+    def go(
+        *arguments: str, command: Sequence[str] = MODULE, cwd: Path = ROOT, **variables: str
+    ) -> "subprocess.Popen[str]":
         environment = {**os.environ, "TMPDIR": str(temporary), **variables}
         environment["PYTHONPATH"] = f"{package.parents[2]}:{ROOT}"
         if METRICS_FOLDER_VARIABLE not in variables:
             environment.pop(METRICS_FOLDER_VARIABLE, None)
         return subprocess.Popen(
-            [sys.executable, "-m", "prefetch_runtime.vllm.serve", *arguments],
+            [*command, *arguments],
+            cwd=cwd,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,6 +82,39 @@ def start(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
 def _said(process: "subprocess.Popen[str]") -> list[str]:
     assert process.stdout is not None
     return process.stdout.readline().rstrip("\n").split("|")
+
+
+def _command_of_serve(monkeypatch: pytest.MonkeyPatch, _: Path) -> list[str]:
+    executed: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: executed.append(command))
+    monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["prefetch-runtime", "serve", "owner/model"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    return executed[0]
+
+
+def _command_of_bench(_: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    server = Server.model_validate({"name": "s", "url": "http://127.0.0.1:9", "model": "owner/m"})
+    return servers.command_of(server, BenchConfig.from_mapping({"model": "owner/m"}), 1, folder)
+
+
+@pytest.mark.parametrize("of", [_command_of_serve, _command_of_bench])
+def test_what_lies_in_the_users_folder_is_not_imported(
+    of: Callable[[pytest.MonkeyPatch, Path], list[str]],
+    start: Callable[..., "subprocess.Popen[str]"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = of(monkeypatch, tmp_path)
+    folder = tmp_path / "home"
+    (folder / "vllm").mkdir(parents=True)
+    for name in ("graphs.py", "predictors.py", "prefetch_runtime.py", "vllm/__init__.py"):
+        (folder / name).write_text("raise SystemExit(77)\n")
+    process = start(command=command, cwd=folder)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (3, "")
+    assert out.startswith("vllm|")
 
 
 def test_the_command_sees_its_own_arguments_and_no_folder_unless_asked(

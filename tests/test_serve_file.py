@@ -34,9 +34,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         executed: list[list[str]] = []
         monkeypatch.setattr(os, "execv", lambda _, command: executed.append(command))
         CliRunner().invoke(cli.app, ["serve", *arguments], catch_exceptions=False)
-        ((*_, module, subcommand),) = [c[:4] for c in executed]
+        ((*_, module, subcommand),) = [c[:5] for c in executed]
         assert (module, subcommand) == ("prefetch_runtime.vllm.serve", "serve")
-        return executed[0][3:]
+        return executed[0][4:]
 
     return of
 
@@ -124,7 +124,7 @@ def test_metrics_of_a_file_get_their_folder(
     monkeypatch.setattr(os, "execv", lambda _, command: executed.append(command))
     path = file("additional_config:\n  prefetch_runtime: {slots_per_layer: 8, metrics: true}\n")
     CliRunner().invoke(cli.app, ["serve", HUB, "--config", path], catch_exceptions=False)
-    assert executed[0][3] == "--metrics"
+    assert executed[0][4] == "--metrics"
 
 
 @pytest.mark.parametrize(

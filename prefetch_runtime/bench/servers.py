@@ -40,7 +40,7 @@ def reach(server: Server) -> str | None:
 def command_of(server: Server, config: BenchConfig, batch: int, folder: Path) -> list[str]:
     """`vllm bench serve`, with the lengths of the other engines and `batch` requests at a time."""
     return [
-        *(sys.executable, "-m", "prefetch_runtime.vllm.serve"),
+        *(sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve"),
         *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
         *("--base-url", server.url.rstrip("/"), "--model", server.tokenizer or server.model),
         *("--served-model-name", server.model),
