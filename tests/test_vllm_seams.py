@@ -441,6 +441,7 @@ class TestWorkerAndRunner:
             vllm, "v1/worker/gpu_worker.py", "Worker",
             "load_model", "execute_model", "shutdown", "get_model",
             "reload_weights", "update_weights", "sleep",
+            "save_sharded_state", "save_tensorized_model",
         )  # fmt: skip
 
     @pytest.mark.parametrize("path", RUNNERS)

@@ -231,6 +231,34 @@ class PrefetchWorker(BaseWorker):
             return
         self._refuse("sleep mode")
 
+    def reset_weights(self) -> None:
+        """Raises UnsupportedError: it would clear the slots, and leave the experts as they are."""
+        if self.prefetch_engine is None:
+            super().reset_weights()
+            return
+        self._refuse("resetting weights")
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """Raises UnsupportedError: what is in the slots changes with every step."""
+        if self.prefetch_engine is None:
+            checksums: dict[str, str] = super().compute_weight_checksums()
+            return checksums
+        self._refuse("computing checksums of weights")
+
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: the slots would be written as if they were all experts."""
+        if self.prefetch_engine is None:
+            super().save_sharded_state(*args, **kwargs)
+            return
+        self._refuse("saving weights")
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError, as `save_sharded_state`."""
+        if self.prefetch_engine is None:
+            super().save_tensorized_model(*args, **kwargs)
+            return
+        self._refuse("saving weights")
+
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(
             f"{what} is not supported with the expert cache ({spelled('slots_per_layer')}); "

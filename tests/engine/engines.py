@@ -96,6 +96,10 @@ def trouble(llm: Any) -> dict[str, Any]:
     refuse("reload", lambda: llm.collective_rpc("reload_weights"))
     refuse("update", lambda: llm.collective_rpc("update_weights", args=({},)))
     refuse("sleep", lambda: llm.collective_rpc("sleep"))
+    refuse("reset", lambda: llm.collective_rpc("reset_weights"))
+    refuse("checksums", lambda: llm.collective_rpc("compute_weight_checksums"))
+    refuse("save", lambda: llm.collective_rpc("save_sharded_state", args=("/dev/null/no",)))
+    refuse("tensorize", lambda: llm.collective_rpc("save_tensorized_model", args=(None,)))
     return {"generated": generated, "refused": refused}
 
 

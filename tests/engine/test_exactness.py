@@ -148,6 +148,10 @@ def test_the_aborts_came_in_the_middle(cached: dict[str, Any]) -> None:
         ("reload", "UnsupportedError: reloading weights is not supported with the expert cache"),
         ("update", "UnsupportedError: updating weights is not supported with the expert cache"),
         ("sleep", "UnsupportedError: sleep mode is not supported with the expert cache"),
+        ("reset", "UnsupportedError: resetting weights is not supported with the expert cache"),
+        ("checksums", "UnsupportedError: computing checksums of weights is not supported"),
+        ("save", "UnsupportedError: saving weights is not supported with the expert cache"),
+        ("tensorize", "UnsupportedError: saving weights is not supported with the expert cache"),
         ("too long", "maximum context length is 512 tokens"),
     ],
 )
