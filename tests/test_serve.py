@@ -32,6 +32,11 @@ def main():
         open(os.path.join(folder, "counter_1.db"), "w").close()
     print(*sys.argv, folder, mode, "prometheus_client" in sys.modules, sep="|", flush=True)
     what = sys.argv[2]
+    if what == "http":
+        import uvicorn
+        for options in ({}, {"timeout_graceful_shutdown": 60}):
+            config = uvicorn.Config(None, port=1, **options)
+            print(config.port, config.timeout_graceful_shutdown, flush=True)
     if what == "wait":
         time.sleep(60)
     if what in ("refuse", "recover"):  # as a worker, which is another process
@@ -163,6 +168,13 @@ def test_other_failures_and_a_good_end_stay_as_they_are(
     process = start("serve", "recover")
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+def test_the_http_server_does_not_wait_for_clients_that_stay(
+    start: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    out, _ = start("serve", "http").communicate(timeout=60)
+    assert out.splitlines()[1:] == [f"1 {serve.HANG_UP_S}", "1 60"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

@@ -11,12 +11,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
 from prefetch_runtime.refusals import collected
+
+HANG_UP_S = 3
+"""Seconds that open connections have left once vLLM's engine has ended."""
 
 
 @contextmanager
@@ -35,6 +39,23 @@ def metrics_folder() -> Iterator[None]:
         # Until vLLM has handlers of its own, SIGTERM would end the process and leave the folder.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         yield
+
+
+def hang_up_at_the_end() -> None:
+    """Have the HTTP server end what is still open `HANG_UP_S` after it was told to end.
+
+    vLLM ends its engine before, so that an open request gets no more tokens; by default uvicorn
+    waits for its client to leave, and vLLM takes no second Ctrl-C.
+    """
+    import uvicorn
+
+    init: Any = uvicorn.Config.__init__
+
+    @wraps(init)
+    def bounded(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{"timeout_graceful_shutdown": HANG_UP_S, **kwargs})
+
+    uvicorn.Config.__init__ = bounded  # type: ignore[method-assign]
 
 
 class _RenamedDistribution(metadata.Distribution):
@@ -92,6 +113,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv = ["vllm", *arguments[with_metrics:]]
     sys.meta_path.append(VllmCpuFinder())  # last: a real `vllm` is found first
     with metrics_folder() if with_metrics else nullcontext(), refusal_last():
+        hang_up_at_the_end()
         # Not before the variable is set: prometheus_client looks at it when it is imported.
         from vllm.entrypoints.cli.main import main as vllm_main
 
