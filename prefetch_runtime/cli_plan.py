@@ -112,7 +112,6 @@ def plan(
         mode=planned,
         utilization=utilization,
         staging_slots=_staging_slots(staging_slots),
-        waves_in_graphs=backend != "marlin",
         resident_ms=resident_ms,
         host_us=host_us,
     )

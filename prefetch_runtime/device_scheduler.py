@@ -325,8 +325,7 @@ class DeviceScheduler(Scheduler):
             return True
         stream, assignments = self._stream, num_tokens * top_k
         return (
-            self.waves_in_graphs
-            and stream is not None
+            stream is not None
             and num_tokens <= MOST_TOKENS_IN_WAVES
             and assignments <= MAX_ASSIGNMENTS
             and stream.num_waves(assignments) <= stream.most_waves

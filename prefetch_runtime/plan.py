@@ -124,8 +124,6 @@ class Workload:
     utilization: float = UTILIZATION
     """Share of the GPU that vLLM may use (`--gpu-memory-utilization`)."""
     staging_slots: int | Literal["auto"] = "auto"
-    waves_in_graphs: bool = True
-    """Mode full: whether batches that may not fit are captured; with Marlin's kernels none is."""
     resident_ms: float | None = None
     """A measured step with every expert resident, instead of the model's."""
     host_us: float | None = None
@@ -334,7 +332,6 @@ class Planner:
         # Of what may not fit the slots, that is captured which `DeviceScheduler.captures` allows.
         is_captured = (
             workload.mode == "full"
-            and workload.waves_in_graphs
             and workload.batch <= MOST_TOKENS_IN_WAVES
             and waves <= MOST_CAPTURED_WAVES
         )

@@ -311,8 +311,6 @@ def _why_outside(planner: Planner) -> str:
     workload = planner.workload
     if workload.mode != "full":
         return ""
-    if not workload.waves_in_graphs:
-        return ", as Marlin's kernels are not captured in waves"
     return f", which takes {MOST_TOKENS_IN_WAVES} sequences and {MOST_CAPTURED_WAVES} waves at most"
 
 

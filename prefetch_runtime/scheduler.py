@@ -144,9 +144,6 @@ class Scheduler:
         self.padding_rows: torch.Tensor | None = None
         """As `padding` of `fetch`, of a call whose padding is planned like tokens: a trace that is
         recorded on the device leaves those rows out."""
-        self.waves_in_graphs = True
-        """Whether steps that may not fit the slots may be captured, where the mode can. To be
-        cleared before anything is captured."""
         self._missed_in = 0
         self._is_torn = False
         """Whether a table may name experts that are not in their slots. So while they are brought

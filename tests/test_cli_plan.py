@@ -432,9 +432,7 @@ class TestPlan:
         model = _folder(tmp_path, {**QWEN3_30B.config, "quantization_config": awq})
         ran = run("plan", model, "--gpu-gib", "8", "--batch", "8", "--context", "512")
         _narrow(ran.out)
-        text = " ".join(ran.out.split())
-        assert "full+waves" not in text
-        assert "outside of any graph, as Marlin's kernels are not captured in waves." in text
+        assert "full+waves" in ran.out
 
     def test_sizes_that_decode_in_waves_are_named(self, run: Callable[..., Ran], qwen: str) -> None:
         ran = run("plan", qwen, "--batch", "3")

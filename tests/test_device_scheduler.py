@@ -191,8 +191,6 @@ def test_a_graph_holds_steps_that_fit_or_run_in_few_waves() -> None:
     assert [n for n in range(1, 100) if many.captures(n, TOP_K)] == list(range(1, 11))
     host = _build(_with_ring(Scheduler))
     assert [n for n in range(1, 100) if host.captures(n, TOP_K)] == [1, 2]
-    device.waves_in_graphs = False
-    assert [n for n in range(1, 100) if device.captures(n, TOP_K)] == [1, 2]
     assert isinstance(many, DeviceScheduler)
     with pytest.raises(ValueError, match="22 assignments may take 10 waves, room is for 9"):
         list(many.captured_waves(0, torch.zeros(11, 2, dtype=torch.int32)))
@@ -209,15 +207,13 @@ def test_a_plan_without_kernels_counts_the_same_waves(num_assignments: int) -> N
     assert torch.stack([wave.in_wave for wave in waves]).sum(0).eq(1).all(), "enough for all"
 
 
-@pytest.mark.parametrize("waves_in_graphs", [True, False])
 @pytest.mark.parametrize("experts", [NUM_EXPERTS, 64])
-def test_a_plan_knows_what_is_captured(experts: int, waves_in_graphs: bool) -> None:
+def test_a_plan_knows_what_is_captured(experts: int) -> None:
     device = _build(_with_ring(DeviceScheduler), experts=experts)
-    device.waves_in_graphs = waves_in_graphs
     sizes = replace(model_sizes(QWEN3_30B.config), num_experts=experts, top_k=TOP_K)
     for batch in range(1, 70):
         rates = create_hit_rates("uniform", num_experts=experts, top_k=TOP_K, batch=batch)
-        work = Workload(context=1, batch=batch, staging_slots=4, waves_in_graphs=waves_in_graphs)
+        work = Workload(context=1, batch=batch, staging_slots=4)
         estimate = Planner(sizes, typical_gpu(24), work, rates).estimate(NUM_SLOTS)
         assert (estimate.mode == "full") == device.captures(batch, TOP_K), batch
 

@@ -29,7 +29,6 @@ from prefetch_runtime.bench.results import (
 )
 from prefetch_runtime.bench.routing import make_routing, rates_for, save_routing
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.model_refusals import moe_backend
 from prefetch_runtime.model_shape import load_config, most_positions, sources
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.plan import Gpu, Planner, Workload
@@ -285,13 +284,11 @@ class Session:
             return {}
         if case.engine.base not in ("full", "eager", "resident"):
             return {}
-        kernel = self.config.moe_backend or moe_backend(self.declared)
         workload = Workload(
             context=self.config.prompt_tokens + self.config.new_tokens,
             batch=batch,
             mode="full" if case.engine.has_graphs else "eager",
             staging_slots=self.config.staging_slots,
-            waves_in_graphs=kernel != "marlin",
         )
         planner = Planner(
             self.sizes,

@@ -241,8 +241,6 @@ class PrefetchRoutedExperts(RoutedExperts):
         if engine.device.type == "cuda":
             if type(self._experts).__name__ in ROWS_BY_BLOCK:
                 self._blocks = MarlinBlocks(self._experts, store.num_experts, self.top_k)
-                # Each wave costs a whole layer there, and none has been compared in a graph yet.
-                engine.scheduler.waves_in_graphs = False
             else:
                 self._tuned = TunedConfigs(self._experts, store.num_experts, self.top_k)
             self._rows = RowKeeper(

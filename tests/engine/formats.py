@@ -93,7 +93,7 @@ class Case(NamedTuple):
 
     def widest(self, slots: int, mode: str) -> int:
         """Most tokens of a batch that the mode replays with so many slots."""
-        if mode == "full" and FORMATS[self.format].backend != "marlin":
+        if mode == "full":
             return SIZES[-1]  # what may not fit runs in waves inside the graph
         fitting = [size for size in SIZES if size * self.of.top_k <= slots]
         return SIZES[-1] if slots == self.of.num_experts else max(fitting)
