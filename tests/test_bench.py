@@ -895,7 +895,7 @@ class TestSession:
         inside = step_ms()
         outside = step_ms(staging_slots=2)
         assert 8 < outside - inside < 8 * 2.0
-        assert step_ms(moe_backend="marlin") == pytest.approx(outside)
+        assert step_ms(moe_backend="marlin") == pytest.approx(inside)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
