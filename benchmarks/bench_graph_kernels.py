@@ -158,6 +158,19 @@ class Model:
         for _ in range(self.table.num_layers):
             self.compute()
 
+    def cold_split(self, topk_ids: torch.Tensor) -> None:
+        self.table.advance()
+        for layer_idx in range(self.table.num_layers):
+            self.compute()
+            self.table.resolve(layer_idx, topk_ids[layer_idx])
+            self.fill.fill(layer_idx)
+
+    def cold_fused(self, topk_ids: torch.Tensor) -> None:
+        self.table.advance()
+        for layer_idx in range(self.table.num_layers):
+            self.compute()
+            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx])
+
     def demand_only(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
@@ -346,6 +359,17 @@ def main() -> None:
                 f"all hit, {policy}, {num_tokens:2} tokens: {', '.join(times)}, "
                 f"split with hook {hooked:.2f}"
             )
+    for num_tokens in (1, 8):
+        # A real layer's weights pass the L2 cache between one plan and the next.
+        alone = all_hit("lru", num_tokens, "compute_only")
+        times = [
+            f"{form.removeprefix('cold_')} {all_hit('lru', num_tokens, form) - alone:.2f}"
+            for form in ("cold_split", "cold_fused")
+        ]
+        moved = 2 * COMPUTE_BYTES >> 20
+        report(
+            f"all hit behind {moved} MiB of other traffic, {num_tokens} tokens: {', '.join(times)}"
+        )
     chosen = graphs.slot_table.warps_for
     for num_tokens in (1, 32):
         times = []
