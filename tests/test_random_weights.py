@@ -12,8 +12,22 @@ CPU = torch.device("cpu")
 
 def _filled(name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.zeros(shape, dtype=dtype)
-    _weights._fill(name, tensor, CPU)
+    _weights._fill(name, tensor, _weights._Scratch(CPU))
     return tensor
+
+
+def test_memory_is_used_again() -> None:
+    scratch = _weights._Scratch(CPU)
+    first = scratch.of(torch.Size([4, 8]), torch.float32)
+    assert scratch.of(torch.Size([3, 2]), torch.float32).data_ptr() == first.data_ptr()
+    assert scratch.of(torch.Size([4, 8]), torch.bfloat16).data_ptr() != first.data_ptr()
+    assert scratch.of(torch.Size([5, 8]), torch.float32).shape == (5, 8)
+
+
+def test_what_is_put_has_the_values_of_what_was_made() -> None:
+    generator = torch.Generator(CPU).manual_seed(_weights.zlib.crc32(b"w13_weight:1"))
+    expected = (torch.randn(6, 16, generator=generator) * 16**-0.5).bfloat16()
+    assert torch.equal(_filled("w13_weight", 2, 6, 16, dtype=torch.bfloat16)[1], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
