@@ -24,6 +24,10 @@ _SHORT = {f"-{kind[0]}p": f"--{kind}-parallel-size" for kind in ("tensor", "pipe
 
 OPTIONS = tuple(option for key, option in CLI_SPELLING.items() if key != "trace_tokens")
 """The options of `serve` that are not vLLM's."""
+_OTHER_NAMES = {
+    f"--{key.replace('_', '-')}": option for key, option in CLI_SPELLING.items() if "_" in key
+}
+"""As the settings are called in `--additional-config`; vLLM has none of these."""
 CLOSE = 0.86
 """How like one of ours a misspelt option is, in difflib's ratio. Of all that vLLM 0.26 to 0.33
 takes, shortened or not, nothing is above 0.8."""
@@ -41,6 +45,8 @@ def refuse_misspelt(passed_on: Sequence[str]) -> None:
             continue
         name = given.replace("_", "-").partition(".")[0]
         near = get_close_matches(name, OPTIONS, n=1, cutoff=CLOSE)
+        if name in _OTHER_NAMES and _OTHER_NAMES[name] in OPTIONS:
+            raise ConfigError(f"unknown option {given}; here it is {_OTHER_NAMES[name]}")
         if near:
             longer = [option for option in OPTIONS if option.startswith(name)]
             raise ConfigError(

@@ -60,6 +60,11 @@ def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig
             f"leave {spelled('slots_per_layer')} out"
         )
     slots, top_k = config.slots_per_layer, shape.top_k or 1
+    if top_k > shape.num_experts:
+        raise ModelError(
+            f"the config.json of {model!r} routes each token to {top_k} of {shape.num_experts} "
+            "experts"
+        )
     if isinstance(slots, int) and slots and not top_k <= slots <= shape.num_experts:
         raise ConfigError(
             f"{spelled('slots_per_layer')} is {slots}, but {model!r} routes each token to "

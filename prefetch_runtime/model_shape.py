@@ -13,6 +13,8 @@ MAX_CONFIG_BYTES = 4 << 20
 CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
 """Where NVIDIA's modelopt, up to 0.29, wrote what later versions write into config.json."""
+TINY_MOE = "models/tiny-moe"
+"""The model that comes with the project, as `demo` and `bench --quick` ask for it."""
 
 # What the models that vLLM serves call them.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -195,7 +197,9 @@ def find_folder(model: str) -> Path | None:
     """
     try:
         folder = Path(model)
-        looks_local = model.startswith((".", "/", "~")) or folder.exists() or model.count("/") > 1
+        looks_local = (
+            model.startswith((".", "/", "~", "models/")) or folder.exists() or model.count("/") > 1
+        )  # the hub has no owner "models": that is the address of its list
         if "://" in model or not (looks_local or _starts_with_a_folder(model)):
             return None
         if folder.expanduser().is_file():
@@ -208,6 +212,8 @@ def find_folder(model: str) -> Path | None:
             hint = f"; did you mean {str(folder.with_name(near))!r}?" if near else ""
             owner = f" ({str(folder.parent)!r} is a folder here, so the hub is not asked)"
             not_asked = "" if looks_local else owner
+            if model == TINY_MOE and not folder.parent.is_dir():
+                hint = "; it is in the project's own folder: go there, or give its whole path"
             raise ModelError(f"there is no model folder {model!r}{not_asked}{hint}")
         folder = folder.expanduser()
     except (OSError, RuntimeError) as error:  # no such user, no permission, a name too long

@@ -233,6 +233,17 @@ class TestServe:
             _refused(run("serve", *arguments), words)
         assert not executed
 
+    @pytest.mark.parametrize("given", ["--slots-per-layer", "--slots_per_layer"])
+    def test_another_name_of_an_option_is_answered_with_that_of_serve(
+        self, given: str, run: Callable[..., Ran], executed: list[list[str]]
+    ) -> None:
+        words = f"error: unknown option {given}; here it is --moe-expert-cache-size\n"
+        for arguments in ([HUB, given, "8"], [HUB, f"{given}=8"]):
+            _refused(run("serve", *arguments), words)
+        words = "unknown option --expert-cache-gib; here it is --moe-expert-cache-gib"
+        _refused(run("serve", HUB, "--expert-cache-gib", "8"), words)
+        assert not executed
+
     def test_the_options_that_can_be_misspelt_are_those_of_serve(self) -> None:
         parameters = typer.main.get_command(cli.app).commands["serve"].params  # type: ignore[attr-defined]
         options = {name for p in parameters for name in p.opts if name.startswith("--")}
@@ -639,6 +650,16 @@ class TestBadInput:
             run(command[0], name, *command[1:], "--moe-expert-cache-size", "8"),
             f"there is no model folder '{name}', and names on the hub have an owner",
             hint,
+        )
+
+    @BOTH
+    def test_more_experts_for_a_token_than_there_are(
+        self, command: list[str], changed_tiny: Callable[..., str], run: Callable[..., Ran]
+    ) -> None:
+        folder = changed_tiny(num_experts_per_tok=64)
+        _refused(
+            run(command[0], folder, *command[1:], "--moe-expert-cache-size", "8"),
+            "routes each token to 64 of 32 experts\n",
         )
 
     @BOTH

@@ -98,12 +98,14 @@ class TestReadConfig:
         ("name", "said"),
         [
             (
-                "models/tinymoe",
-                "'models/tinymoe' ('models' is a folder here, so the hub is not "
-                "asked); did you mean 'models/tiny-moe'?",
+                "mine/tinymoe",
+                "'mine/tinymoe' ('mine' is a folder here, so the hub is not asked); did you mean "
+                "'mine/tiny-moe'?",
             ),
-            ("models/zzz", "'models/zzz' ('models' is a folder here, so the hub is not asked)"),
-            ("models/a b", "'models/a b' ('models' is a folder here, so the hub is not asked)"),
+            ("models/tinymoe", "'models/tinymoe'; did you mean 'models/tiny-moe'?"),
+            ("mine/zzz", "'mine/zzz' ('mine' is a folder here, so the hub is not asked)"),
+            ("models/zzz", "'models/zzz'"),
+            ("models/a b", "'models/a b'"),
             ("./models/tinymoe", "'./models/tinymoe'; did you mean 'models/tiny-moe'?"),
             ("./models/notes", "'./models/notes'"),
         ],
@@ -117,7 +119,8 @@ class TestReadConfig:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        (tmp_path / "models" / "tiny-moe").mkdir(parents=True)
+        for owner in ("models", "mine"):
+            (tmp_path / owner / "tiny-moe").mkdir(parents=True)
         (tmp_path / "models" / "notes.txt").touch()
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(model_shape, "_fetch", lambda _: pytest.fail("asked the hub"))
@@ -125,6 +128,31 @@ class TestReadConfig:
             load(name)
         assert str(refused.value) == f"there is no model folder {said}"
         assert read_config("Qwen/tinymoe") is None
+
+    @pytest.mark.parametrize("load", [read_config, load_config])
+    @pytest.mark.parametrize(
+        ("name", "hint"),
+        [
+            (
+                model_shape.TINY_MOE,
+                "; it is in the project's own folder: go there, or give its whole path",
+            ),
+            ("models/other", ""),
+        ],
+    )
+    def test_the_hub_has_no_owner_of_the_name_models(
+        self,
+        load: Callable[[str], Any],
+        name: str,
+        hint: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(model_shape, "_fetch", lambda _: pytest.fail("asked the hub"))
+        with pytest.raises(ModelError) as refused:
+            load(name)
+        assert str(refused.value) == f"there is no model folder {name!r}{hint}"
 
     def test_what_the_hubs_cache_holds_is_a_model_beside_a_folder_of_its_owners_name(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
