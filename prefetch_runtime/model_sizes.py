@@ -29,6 +29,9 @@ KNOWN_FAMILIES = (
 )
 """Values of `model_type` whose layers `model_sizes` counts as vLLM builds them."""
 
+_WITHOUT_KV = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
+"""Entries of `layer_types` whose layers keep a state of one size."""
+
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _RECORD_ALIGNMENT = 256
 _LARGEST = 1 << 31
@@ -163,6 +166,12 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         + (dense_layers and dense_layers * dense.nbytes(3 * _dense_inner(text), hidden))
     )
     windowed = _windowed_layers(text, num_layers)
+    attending = sum(_keeps_kv(text, index) for index in range(num_layers))
+    if attending < num_layers:
+        notes.append(
+            f"{num_layers - attending} of the {num_layers} layers keep a state in place of a KV "
+            "cache; it is not counted, and their weights are taken to be those of attention"
+        )
     kv_layer = kv_elements * (plain.bits // 8)
     return ModelSizes(
         model_type=family,
@@ -175,7 +184,7 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         record_bytes=sum(-(-n // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT for n in tensors),
         dense_bytes=read if tied else read + vocabulary,
         dense_read_bytes=read,
-        kv_token_bytes=(num_layers - windowed) * kv_layer,
+        kv_token_bytes=(attending - windowed) * kv_layer,
         kv_window_token_bytes=windowed * kv_layer,
         window=_bounded(text, "sliding_window") if windowed else 0,
         max_context=_optional(text, "max_position_embeddings"),
@@ -210,7 +219,26 @@ def _has_experts(text: dict[str, Any], layer: int) -> bool:
         return layer < len(every) and bool(every[layer])
     if layer % (_optional(text, "moe_layer_freq") or 1):
         return False
+    if (layer + 1) % (_optional(text, "interleave_moe_layer_step") or 1):  # Llama 4
+        return False
+    period = _optional(text, "expert_layer_period")  # Jamba
+    if period is not None and layer % period != (_optional(text, "expert_layer_offset") or 0):
+        return False
     return (layer + 1) % (_optional(text, "decoder_sparse_step") or 1) == 0
+
+
+def _keeps_kv(text: dict[str, Any], layer: int) -> bool:
+    """Whether a layer has a KV cache: linear attention and Mamba keep a state of one size."""
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and layer < len(kinds):
+        return kinds[layer] not in _WITHOUT_KV
+    linear = text.get("linear_attn_config")  # Kimi Linear; its numbers begin at 1
+    if isinstance(linear, dict) and isinstance(linear.get("kda_layers"), list):
+        return layer + 1 not in linear["kda_layers"]
+    period = _optional(text, "attn_layer_period")  # Jamba
+    if period is not None:
+        return layer % period == (_optional(text, "attn_layer_offset") or 0)
+    return (layer + 1) % (_optional(text, "full_attention_interval") or 1) == 0  # Qwen3-Next
 
 
 def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int, int]:
@@ -244,7 +272,7 @@ def _shared_intermediate(text: dict[str, Any], inner: int) -> int:
 
 
 def _dense_inner(text: dict[str, Any]) -> int:
-    return _bounded(text, "intermediate_size")
+    return _bounded(text, "intermediate_size_mlp", "intermediate_size")
 
 
 def _windowed_layers(text: dict[str, Any], num_layers: int) -> int:

@@ -317,3 +317,45 @@ class TestBadConfigs:
         sizes = model_sizes({**QWEN3_30B.config, "dtype": "float13"})
         assert (sizes.expert_format, sizes.expert_bytes) == ("bfloat16", 9_437_184)
         assert "bfloat16 is taken" in sizes.notes[0]
+
+
+class TestLayersThatDiffer:
+    """Qwen3-30B-A3B's 48 layers with what other families say of theirs."""
+
+    @pytest.mark.parametrize(
+        ("said", "attending"),
+        [
+            ({"full_attention_interval": 4}, 12),
+            ({"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12}, 12),
+            ({"layer_types": ["mamba", "attention"] * 24}, 24),
+            ({"attn_layer_period": 8, "attn_layer_offset": 4}, 6),
+            ({"linear_attn_config": {"kda_layers": list(range(1, 37))}}, 12),
+            ({"linear_attn_config": {"kda_layers": None}}, 48),
+            ({"layer_types": ["full_attention"]}, 48),
+            ({}, 48),
+        ],
+        ids=str,
+    )
+    def test_only_layers_that_attend_have_a_kv_cache(
+        self, said: dict[str, Any], attending: int
+    ) -> None:
+        plain = model_sizes(QWEN3_30B.config)
+        sizes = model_sizes({**QWEN3_30B.config, **said})
+        assert sizes.kv_token_bytes * 48 == plain.kv_token_bytes * attending
+        is_noted = any(f"{48 - attending} of the 48 layers" in note for note in sizes.notes)
+        assert is_noted == (attending < 48)
+
+    @pytest.mark.parametrize(
+        ("said", "layers"),
+        [
+            ({"expert_layer_period": 2, "expert_layer_offset": 1}, 24),
+            ({"expert_layer_period": 3}, 16),
+            ({"interleave_moe_layer_step": 2, "intermediate_size_mlp": 6144}, 24),
+            ({"interleave_moe_layer_step": 1}, 48),
+        ],
+        ids=str,
+    )
+    def test_not_every_layer_has_experts(self, said: dict[str, Any], layers: int) -> None:
+        sizes = model_sizes({**QWEN3_30B.config, **said})
+        assert sizes.num_moe_layers == layers
+        assert sizes.experts_bytes == layers * 128 * 9_437_184
