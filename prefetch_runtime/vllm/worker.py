@@ -1,7 +1,9 @@
 """`--worker-cls prefetch_runtime.vllm.PrefetchWorker`: a vLLM worker with an expert cache."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -37,6 +39,28 @@ else:
 logger = init_logger(__name__)
 
 REFUSALS = (ConfigError, CheckpointError, HostMemoryError)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Asked = Callable[Concatenate["PrefetchWorker", P], T]
+
+
+def _refused(what: str) -> Callable[[Asked[P, T]], Asked[P, T]]:
+    """Have a method of the worker raise UnsupportedError while the cache is on."""
+
+    def refused(method: Asked[P, T]) -> Asked[P, T]:
+        @wraps(method)
+        def asked(worker: "PrefetchWorker", /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if worker.prefetch_engine is None:
+                return method(worker, *args, **kwargs)
+            raise UnsupportedError(
+                f"{what} is not supported with the expert cache ({spelled('slots_per_layer')}); "
+                "restart without it"
+            )
+
+        return asked
+
+    return refused
 
 
 class PrefetchWorker(BaseWorker):
@@ -210,57 +234,38 @@ class PrefetchWorker(BaseWorker):
 
     # Refused while the cache is on
 
+    @_refused("reloading weights")
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: experts are loaded once, at start."""
-        if self.prefetch_engine is None:
-            super().reload_weights(*args, **kwargs)
-            return
-        self._refuse("reloading weights")
+        super().reload_weights(*args, **kwargs)
 
+    @_refused("updating weights")
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: experts are loaded once, at start."""
-        if self.prefetch_engine is None:
-            super().update_weights(*args, **kwargs)
-            return
-        self._refuse("updating weights")
+        super().update_weights(*args, **kwargs)
 
+    @_refused("sleep mode")
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: the slots cannot be discarded yet."""
-        if self.prefetch_engine is None:
-            super().sleep(*args, **kwargs)
-            return
-        self._refuse("sleep mode")
+        super().sleep(*args, **kwargs)
 
+    @_refused("resetting weights")
     def reset_weights(self) -> None:
         """Raises UnsupportedError: it would clear the slots, and leave the experts as they are."""
-        if self.prefetch_engine is None:
-            super().reset_weights()
-            return
-        self._refuse("resetting weights")
+        super().reset_weights()
 
+    @_refused("computing checksums of weights")
     def compute_weight_checksums(self) -> dict[str, str]:
         """Raises UnsupportedError: what is in the slots changes with every step."""
-        if self.prefetch_engine is None:
-            checksums: dict[str, str] = super().compute_weight_checksums()
-            return checksums
-        self._refuse("computing checksums of weights")
+        checksums: dict[str, str] = super().compute_weight_checksums()
+        return checksums
 
+    @_refused("saving weights")
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: the slots would be written as if they were all experts."""
-        if self.prefetch_engine is None:
-            super().save_sharded_state(*args, **kwargs)
-            return
-        self._refuse("saving weights")
+        super().save_sharded_state(*args, **kwargs)
 
+    @_refused("saving weights")
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError, as `save_sharded_state`."""
-        if self.prefetch_engine is None:
-            super().save_tensorized_model(*args, **kwargs)
-            return
-        self._refuse("saving weights")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{what} is not supported with the expert cache ({spelled('slots_per_layer')}); "
-            "restart without it"
-        )
+        super().save_tensorized_model(*args, **kwargs)
