@@ -504,7 +504,6 @@ class DeviceSlotTable:
             raise ValueError(
                 f"the rows of topk_ids must be contiguous, strides {topk_ids.stride()}"
             )
-        form = Padding.NONE
         if padding is not None:
             if padding.shape != (num_tokens,) or not padding.is_contiguous():
                 raise ValueError(
@@ -512,16 +511,7 @@ class DeviceSlotTable:
                 )
             if padding.device != topk_ids.device:
                 raise ValueError(f"padding is on {padding.device}, topk_ids on {topk_ids.device}")
-            if padding.dtype == torch.bool:
-                form = Padding.MASK
-            elif padding.dtype in (torch.int32, torch.int64):
-                form = Padding.SLOT_MAPPING
-            else:
-                raise ValueError(
-                    f"padding must be bool (true = padding) or int32 or int64 "
-                    f"(negative = padding), got {padding.dtype}"
-                )
-        return topk_ids.numel(), top_k, topk_ids.stride(0), form
+        return topk_ids.numel(), top_k, topk_ids.stride(0), form_of(padding)
 
     def _plan(
         self,
@@ -548,6 +538,20 @@ class DeviceSlotTable:
     def require_open(self) -> None:
         if self._closed:
             raise RuntimeError("the device slot table is closed")
+
+
+def form_of(padding: torch.Tensor | None) -> Padding:
+    """How a kernel is to read `padding`; ValueError for a type that says nothing of padding."""
+    if padding is None:
+        return Padding.NONE
+    if padding.dtype == torch.bool:
+        return Padding.MASK
+    if padding.dtype in (torch.int32, torch.int64):
+        return Padding.SLOT_MAPPING
+    raise ValueError(
+        f"padding must be bool (true = padding) or int32 or int64 "
+        f"(negative = padding), got {padding.dtype}"
+    )
 
 
 def warps_for(n: int) -> int:

@@ -41,13 +41,27 @@ class CurrentStream:
         return self._known[1]
 
 
+class StreamEnd:
+    """The end of what the calling thread's current stream has been given. On a CPU it is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = CurrentStream(device)
+
+    def wait(self) -> None:
+        """Let the host wait until the device is there."""
+        if self._event is not None:
+            self._event.record(self._stream())
+            self._event.synchronize()
+
+
 class DemandReader:
     """For one thread, which receives each demand before it sends the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._arrived = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._stream = CurrentStream(device)
+        self._end = StreamEnd(device)
         # A captured graph holds the address of the buffer that it was captured with: none is freed.
         self._buffers: list[torch.Tensor] = []
 
@@ -63,9 +77,7 @@ class DemandReader:
     def receive(self, sent: Sent) -> tuple[IntArray, IntArray | None]:
         """([T, K] ids, [T, G] guesses) as new arrays. Waits for the current stream up to here, the
         one place of a step where the host waits for the device."""
-        if self._arrived is not None:
-            self._arrived.record(self._stream())
-            self._arrived.synchronize()
+        self._end.wait()
         both = sent.host.copy()
         if both.shape[1] == sent.top_k:
             return both, None

@@ -12,15 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphs.demand_kernels import (
-    ALL_RESIDENT,
-    MARKED,
-    NEGATIVE,
-    NO_PADDING,
-    rename_kernel,
-    send_kernel,
-)
-from prefetch_runtime.demand_reader import CurrentStream
+from graphs.demand_kernels import ALL_RESIDENT, rename_kernel, send_kernel
+from graphs.slot_table import form_of
+from prefetch_runtime.demand_reader import StreamEnd
 
 IntArray = npt.NDArray[np.int32]
 
@@ -65,8 +59,7 @@ class PolledReader:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._arrived = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
-        self._stream = CurrentStream(device)
+        self._end = StreamEnd(device)
         # A captured graph holds the addresses that it was captured with: none is freed.
         self._buffers: list[tuple[_Buffer, _Buffer]] = []
 
@@ -109,7 +102,7 @@ class PolledReader:
             E=mapping.numel() - 1,
             K=top_k,
             G=num_guesses,
-            PADDING=_kind_of(padding),
+            PAD=int(form_of(padding)),
             BLOCK=_BLOCK,
         )
         ids = buffer.array[1 : 1 + num_tokens * width].reshape(num_tokens, width)
@@ -124,7 +117,7 @@ class PolledReader:
         """
         words = polled.buffer.words
         if not _comes(words):
-            self._wait_for_the_stream()
+            self._end.wait()
             if not words[0]:
                 raise RuntimeError("the device sent no demand; the kernel that sends it never ran")
         answer = words[0]
@@ -135,7 +128,7 @@ class PolledReader:
         """([T, K] ids, [T, G] guesses) of a demand that was waited for, as new arrays."""
         both = polled.ids.copy()
         if _NOT_WRITTEN in both:  # the word came before the ids
-            self._wait_for_the_stream()
+            self._end.wait()
             both = polled.ids.copy()
         polled.ids.fill(_NOT_WRITTEN)
         if both.shape[1] == polled.top_k:
@@ -157,22 +150,17 @@ class PolledReader:
             topk_ids.numel(),
             E=mapping.numel() - 1,
             K=topk_ids.shape[1],
-            PADDING=_kind_of(padding),
+            PAD=int(form_of(padding)),
             BLOCK=_BLOCK,
         )
         return slot_ids
 
     def clear(self) -> None:
         """Forget what has arrived or is on its way. Waits for the current stream."""
-        self._wait_for_the_stream()
+        self._end.wait()
         for pair in self._buffers:
             for buffer in pair:
                 buffer.clear()
-
-    def _wait_for_the_stream(self) -> None:
-        if self._arrived is not None:
-            self._arrived.record(self._stream())
-            self._arrived.synchronize()
 
     def _room(self, num_ids: int) -> tuple[_Buffer, _Buffer]:
         if not self._buffers or self._buffers[-1][0].array.size <= num_ids:
@@ -192,9 +180,3 @@ def _comes(words: memoryview) -> bool:
         # threads waited for it for up to 0.1 s, with a switch interval of 5 ms.
         sched_yield()
     return False
-
-
-def _kind_of(padding: torch.Tensor | None) -> int:
-    if padding is None:
-        return int(NO_PADDING.value)
-    return int((MARKED if padding.dtype == torch.bool else NEGATIVE).value)

@@ -177,6 +177,6 @@ def test_ids_later_than_their_word_are_waited_for(monkeypatch: pytest.MonkeyPatc
     def arrives() -> None:
         sent.ids[0, 1] = 2
 
-    monkeypatch.setattr(reader, "_wait_for_the_stream", arrives)
+    monkeypatch.setattr(reader._end, "wait", arrives)
     assert reader.take(sent)[0].tolist() == [[1, 2]]
     assert sent.ids.tolist() == [[-2, -2]], "taken once"

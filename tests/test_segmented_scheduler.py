@@ -343,7 +343,7 @@ def test_a_step_that_was_cut_short_leaves_nothing_for_the_next_one_to_read(
     whole = getattr(polled, cut)
     if where == "kernels":
         monkeypatch.setattr(polled_reader, "_ROUNDS", 1)
-        monkeypatch.setattr(polled, "_wait_for_the_stream", LaggingOps.catch_up)
+        monkeypatch.setattr(polled._end, "wait", LaggingOps.catch_up)
     calls = itertools.count()
 
     def interrupted(*args: Any) -> Any:

@@ -58,8 +58,7 @@ def compile_kernel(
 
 
 def _marks(constants: dict[str, Any]) -> bool:
-    kind: int = constants["PADDING"] if "PADDING" in constants else constants["PAD"]
-    return kind == layout.Padding.MASK
+    return bool(constants["PAD"] == layout.Padding.MASK)
 
 
 def check(name: str, ptx: str, *, holds: Callable[[str], bool] = bool) -> bool:
@@ -146,10 +145,10 @@ def main() -> int:
             results.append(check(f"wave maps, {about} whole={whole}", ptx))
         ptx = compile_kernel(wide_kernels.stream_kernel, 16, **copy, R=rows, U=289)
         results.append(check(f"stream, {rows} rows", ptx, holds=moves_16_bytes))
-    for kind in (demand_kernels.NO_PADDING, demand_kernels.MARKED, demand_kernels.NEGATIVE):
+    for padding in layout.Padding:
         for int64 in ({"guesses"}, {"topk_ids", "guesses", "slot_ids"}):
-            about = f"padding {kind.value}, {len(int64)} tensors of int64"
-            told: dict[str, Any] = {"E": 128, "K": 6, "PADDING": kind.value, "BLOCK": 256}
+            about = f"padding {padding.name}, {len(int64)} tensors of int64"
+            told: dict[str, Any] = {"E": 128, "K": 6, "PAD": int(padding), "BLOCK": 256}
             for guesses in (0, 12):
                 ptx = compile_kernel(demand_kernels.send_kernel, 4, int64=int64, **told, G=guesses)
                 about_guesses = f"send, {about}, {guesses} guesses"
