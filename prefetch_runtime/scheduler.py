@@ -349,8 +349,17 @@ class Scheduler:
         def received() -> tuple[IntArray, IntArray | None]:
             return self._received(layer, *polled.take(sent))
 
+        def hits() -> IntArray:
+            host_ids, _ = received()
+            if not layer.table.holds(host_ids):
+                raise RuntimeError(
+                    f"layer {layer.layer_idx} ({layer.layer_name}): the device's mapping has slots "
+                    f"for experts that are not there; its outputs since then are wrong"
+                )
+            return host_ids
+
         if all_resident and self._may_owe(layer):
-            self._owed = layer, lambda: received()[0]
+            self._owed = layer, hits
             return
         layer.is_stale |= not all_resident
         self._prepare(layer, *received())
@@ -364,18 +373,12 @@ class Scheduler:
         """Note the hits that are owed. Before anything else reads or changes a table.
 
         Raises:
-            RuntimeError: they are no hits; the device was told otherwise, and has read wrong slots.
+            RuntimeError: they are no hits, though the device had slots for them.
         """
         if self._owed is None:
             return
         (layer, ids), self._owed = self._owed, None
-        host_ids = ids()
-        if not layer.table.holds(host_ids):
-            raise RuntimeError(
-                f"layer {layer.layer_idx} ({layer.layer_name}): the device's mapping has slots for "
-                f"experts that are not there; its outputs since then are wrong"
-            )
-        self._fetch(layer, host_ids.ravel())
+        self._fetch(layer, ids().ravel())
 
     def _prepare(
         self, layer: LayerCache, host_ids: IntArray, host_guesses: IntArray | None
