@@ -158,24 +158,17 @@ class Model:
         for _ in range(self.table.num_layers):
             self.compute()
 
-    def cold_split(self, topk_ids: torch.Tensor) -> None:
-        self.table.advance()
-        for layer_idx in range(self.table.num_layers):
-            self.compute()
-            self.table.resolve(layer_idx, topk_ids[layer_idx])
-            self.fill.fill(layer_idx)
-
-    def cold_fused(self, topk_ids: torch.Tensor) -> None:
-        self.table.advance()
-        for layer_idx in range(self.table.num_layers):
-            self.compute()
-            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx])
-
     def demand_only(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
             self.table.resolve(layer_idx, topk_ids[layer_idx])
             self.fill.fill(layer_idx)
+            self.compute()
+
+    def fused_demand_only(self, topk_ids: torch.Tensor) -> None:
+        self.table.advance()
+        for layer_idx in range(self.table.num_layers):
+            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx])
             self.compute()
 
     def prefetching(self, topk_ids: torch.Tensor, forecast: torch.Tensor) -> None:
@@ -362,9 +355,9 @@ def main() -> None:
     for num_tokens in (1, 8):
         # A real layer's weights pass the L2 cache between one plan and the next.
         alone = all_hit("lru", num_tokens, "compute_only")
+        forms = {"split": "demand_only", "fused": "fused_demand_only"}
         times = [
-            f"{form.removeprefix('cold_')} {all_hit('lru', num_tokens, form) - alone:.2f}"
-            for form in ("cold_split", "cold_fused")
+            f"{name} {all_hit('lru', num_tokens, form) - alone:.2f}" for name, form in forms.items()
         ]
         moved = 2 * COMPUTE_BYTES >> 20
         report(

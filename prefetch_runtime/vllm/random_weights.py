@@ -58,10 +58,8 @@ class _Scratch:
 
     def put(self, made: Any, row: Any) -> None:
         """Copy what was made, in the type of `row`, to wherever that is."""
-        given = made if made.dtype == row.dtype else self.of(made.shape, row.dtype)
-        if given is not made:
-            given.copy_(made)
-        row.copy_(given)
+        is_given = made.dtype == row.dtype
+        row.copy_(made if is_given else self.of(made.shape, row.dtype).copy_(made))
 
 
 def _fill(name: str, tensor: Any, scratch: _Scratch) -> None:
