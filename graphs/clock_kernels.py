@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""The device's clock, as kernels read it."""
+"""What a kernel asks of the device beside memory: the time, and to begin before another ends."""
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
@@ -11,14 +12,39 @@ def _nothing():
     pass
 
 
-TICKS = tl.constexpr(isinstance(_nothing, triton.JITFunction))
-"""Whether there is a clock: Triton's interpreter has none, and every duration is 0 there."""
+ON_DEVICE = tl.constexpr(isinstance(_nothing, triton.JITFunction))
+"""False under Triton's interpreter: every duration is 0 there, and kernels run one by one."""
+
+
+@triton.jit
+def let_next_begin():
+    """Let the stream's next kernel begin now, if it is launched `early`."""
+    if ON_DEVICE:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_last():
+    """Wait until the stream's last kernel has ended and what it wrote can be read. A kernel that is
+    launched `early` calls this before it reads or writes anything that others use."""
+    if ON_DEVICE:
+        cuda.gdc_wait()
 
 
 @triton.jit
 def nanoseconds():
     """The GPU's global timer, int64. Put a barrier before it to time what the program has done."""
-    if TICKS:
+    if ON_DEVICE:
         return cuda.globaltimer()
     else:
         return tl.full([], 0, tl.int64)
+
+
+def begins_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the stream's last one has ended (programmatic
+    dependent launch): CUDA, compute capability 9.0 or later."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )

@@ -4,7 +4,7 @@ import torch
 
 from graphs.fill_kernels import fill_kernel, resolve_fill_kernel_of
 from graphs.records import RecordTable
-from graphs.slot_table import DeviceSlotTable, block_for
+from graphs.slot_table import DeviceSlotTable, block_for, launched
 
 
 class ExpertFill:
@@ -44,15 +44,20 @@ class ExpertFill:
         self._ready = torch.zeros(table.num_layers, dtype=torch.int32, device=table.device)
         self._finished = torch.zeros_like(self._ready)
 
-    def fill(self, layer_idx: int) -> None:
-        """Copy what the layer's last plan listed; returns at once when that is nothing."""
+    def fill(self, layer_idx: int, *, early: bool = False) -> None:
+        """Copy what the layer's last plan listed; returns at once when that is nothing.
+
+        `early`: the plan is the stream's last kernel, and its end is not waited for before the
+        launch (no difference where the device cannot do that).
+        """
         self.table.require_layer(layer_idx)
         records = self.records
+        early = early and self.table.begins_early
         fill_kernel[(self.programs,)](
             self.table.misses, self.table.miss_count, self.table.counters, self.table.stamps,
             self._finished, records.header, records.units, layer_idx,
             self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
-            num_warps=self.num_warps,
+            EARLY=early, num_warps=self.num_warps, **launched(early),
         )  # fmt: skip
 
     def resolve_and_fill(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from graphs import layout
-from graphs.clock_kernels import nanoseconds
+from graphs.clock_kernels import await_last, nanoseconds
 from graphs.resolve_kernels import (
     FILLED,
     NUM_COUNTERS,
@@ -106,8 +106,12 @@ def count_stall(finished, counters, stamps, layer_idx, num_programs):
 def fill_kernel(
     misses, miss_count, counters, stamps, finished, header, units, layer_idx,
     S: tl.constexpr, U: tl.constexpr, UNIT_BYTES: tl.constexpr, TAIL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Copy what the layer's last plan listed; nothing listed, nothing read but the count."""
+    """Copy what the layer's last plan listed; nothing listed, nothing read but the count. EARLY
+    says that the kernel is launched before the last one has ended."""
+    if EARLY:
+        await_last()
     num_listed = tl.load(miss_count + layer_idx)
     if num_listed > 0:
         copy_listed(
@@ -143,7 +147,7 @@ def resolve_fill_kernel(
             mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
             stamps, entries, entry_count, progress, demand, bytes_before, header,
             layer_idx, n, row_stride, E, S, U, F, TOP_K,
-            BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,
+            BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH, False,
         )  # fmt: skip
         tl.debug_barrier()  # every thread's part of the list, then the release
         tl.atomic_xchg(ready + layer_idx, ticket, sem="release")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from graphs import layout
-from graphs.clock_kernels import nanoseconds
+from graphs.clock_kernels import await_last, let_next_begin, nanoseconds
 
 EMPTY = tl.constexpr(layout.EMPTY_SCORE)
 LOWEST = tl.constexpr(layout.LOWEST_SCORE)
@@ -230,11 +230,12 @@ def plan(
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
     PAD: tl.constexpr, HIT: tl.constexpr, INSERT: tl.constexpr,
-    HOOK: tl.constexpr, TOUCH: tl.constexpr,
+    HOOK: tl.constexpr, TOUCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One plan of one layer. Four dependent reads when everything is resident; the rest only if
     something is absent. With HOOK, prefetches of the layer are committed first. With TOUCH, nothing
-    is brought in: the absent come out as slot -1."""
+    is brought in: the absent come out as slot -1. EARLY says that the kernel is launched before the
+    last one has ended."""
     mapping += layer_idx * E
     owner += layer_idx * S
     score += layer_idx * S
@@ -244,6 +245,18 @@ def plan(
     control += layer_idx * NUM_CONTROL
     counters += layer_idx * NUM_COUNTERS
     stamps += layer_idx * NUM_STAMPS
+
+    if EARLY:
+        let_next_begin()
+        # The layer's rows were last used a step ago. Now they come together and while the last
+        # kernel ends, not one after the other; the values are read below.
+        e, s = tl.arange(0, E_BLOCK), tl.arange(0, S_BLOCK)
+        tl.load(control, volatile=True)
+        tl.load(counters, volatile=True)
+        tl.load(mapping + e, mask=e < E, other=0, volatile=True)
+        tl.load(mark + s, mask=s < S, other=0, volatile=True)
+        tl.load(score + s, mask=s < S, other=0, volatile=True)
+        await_last()
 
     now = tl.load(clock)
     step = tl.load(clock + 1)
@@ -318,14 +331,14 @@ def resolve_kernel(
     layer_idx, n, row_stride,
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
-    PAD: tl.constexpr, HOOK: tl.constexpr, TOUCH: tl.constexpr,
+    PAD: tl.constexpr, HOOK: tl.constexpr, TOUCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     plan(
         topk_ids, padding, out,
         mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
         entries, entry_count, progress, demand, bytes_before, header,
         layer_idx, n, row_stride, E, S, U, F, TOP_K,
-        BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,
+        BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH, EARLY,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton
 
+from graphs.clock_kernels import begins_early
 from graphs.layout import (
     EMPTY_SCORE,
     NUM_CLOCKS,
@@ -193,6 +194,7 @@ class DeviceSlotTable:
         self.max_assignments = max_assignments
         self.policy = policy
         self._resolve_kernel = resolve_kernel_of(policy.hit, policy.insert)
+        self.begins_early = begins_early(device)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -264,6 +266,7 @@ class DeviceSlotTable:
         *,
         padding: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        early: bool = False,
     ) -> torch.Tensor:
         """Give every demanded expert a slot; rename experts to slots.
 
@@ -279,11 +282,15 @@ class DeviceSlotTable:
                 padding (a KV slot mapping).
             out: [T, K] int32 or int64, contiguous. Default: the table's own buffer of this layer,
                 in the type of `topk_ids`, at a fixed address; this layer's next plan overwrites it.
+            early: the stream's last operation is a kernel, and its end is not waited for before the
+                launch, only before anything is read (no difference where the device cannot do
+                that). The stream waits for no event in between.
 
         Returns:
             `out`: slot ids [T, K].
         """
-        return self._plan(layer_idx, topk_ids, padding, out, touch=False)
+        early = early and self.begins_early
+        return self._plan(layer_idx, topk_ids, padding, out, touch=False, early=early)
 
     def touch(
         self,
@@ -521,12 +528,13 @@ class DeviceSlotTable:
         out: torch.Tensor | None,
         *,
         touch: bool,
+        early: bool = False,
     ) -> torch.Tensor:
         out, tensors, sizes = self.plan_arguments(layer_idx, topk_ids, padding, out)
         num_warps = warps_for(sizes["n"])
         self._resolve_kernel[(1,)](
             *tensors, **sizes, BLOCK=block_for(sizes["n"], num_warps), TOUCH=touch,
-            num_warps=num_warps,
+            EARLY=early, num_warps=num_warps, **launched(early),
         )  # fmt: skip
         return out
 
@@ -552,6 +560,11 @@ def form_of(padding: torch.Tensor | None) -> Padding:
         f"padding must be bool (true = padding) or int32 or int64 "
         f"(negative = padding), got {padding.dtype}"
     )
+
+
+def launched(early: bool) -> dict[str, bool]:
+    """The launch option of a kernel that begins before the stream's last one has ended."""
+    return {"launch_pdl": True} if early else {}
 
 
 def warps_for(n: int) -> int:

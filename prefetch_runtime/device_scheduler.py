@@ -272,7 +272,9 @@ class DeviceScheduler(Scheduler):
             # The fill that runs on the branch now copies only what is demanded, and ends.
             hook.post(layer_idx, topk_ids, padding=padding)
             branch.join()
-        slot_ids = self._resolve(layer_idx, topk_ids, padding)
+        # After a join or a record what comes last may be an event or a copy, not a kernel.
+        early = hook is None and self.device_recorder is None
+        slot_ids = self._resolve(layer_idx, topk_ids, padding, early=early)
         if hook is not None and branch is not None and guesses is not None:
             # After this layer's demand, beside its experts and the attention that follows.
             with branch.fork():
@@ -288,12 +290,17 @@ class DeviceScheduler(Scheduler):
             self._branch.join()
 
     def _resolve(
-        self, layer_idx: int, topk_ids: torch.Tensor, padding: torch.Tensor | None = None
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        padding: torch.Tensor | None = None,
+        *,
+        early: bool = False,
     ) -> torch.Tensor:
         assert self._demand_fill is not None
-        slot_ids = self.table.resolve(layer_idx, topk_ids, padding=padding)
+        slot_ids = self.table.resolve(layer_idx, topk_ids, padding=padding, early=early)
         # Demand entries are in the mapping before their bytes: fill and experts follow in order.
-        self._demand_fill.fill(layer_idx)
+        self._demand_fill.fill(layer_idx, early=True)
         return slot_ids
 
     def token_waves(

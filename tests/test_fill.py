@@ -283,8 +283,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_captured_fill_follows_routing_that_changes_between_replays(fused: bool) -> None:
+@pytest.mark.parametrize("form", ["split", "early", "fused"])
+def test_a_captured_fill_follows_routing_that_changes_between_replays(form: str) -> None:
     rng = np.random.default_rng(4)
     num_experts, num_slots = 64, 20
     layers = [
@@ -298,11 +298,12 @@ def test_a_captured_fill_follows_routing_that_changes_between_replays(fused: boo
         table.advance()
         slots = []
         for layer_idx in range(len(layers)):
-            if fused:
-                slots.append(fill.resolve_and_fill(layer_idx, topk_ids[layer_idx]))
+            ids = topk_ids[layer_idx] + 0  # written by the kernel before, as by a router
+            if form == "fused":
+                slots.append(fill.resolve_and_fill(layer_idx, ids))
             else:
-                slots.append(table.resolve(layer_idx, topk_ids[layer_idx]))
-                fill.fill(layer_idx)
+                slots.append(table.resolve(layer_idx, ids, early=form == "early"))
+                fill.fill(layer_idx, early=form == "early")
         return torch.stack(slots)
 
     def routing() -> torch.Tensor:

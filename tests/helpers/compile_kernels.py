@@ -78,6 +78,16 @@ def ends_with_its_word(ptx: str) -> bool:
     return any("bar.sync" in line or "barrier.sync" in line for line in lines[ids:word])
 
 
+def begins_early(ptx: str) -> bool:
+    """Whether the kernel waits for the one before it, and reads nothing that matters earlier."""
+    head, waits, _ = ptx.partition("griddepcontrol.wait")
+    return bool(waits) and "st.global" not in head and "atom" not in head
+
+
+def not_early(ptx: str) -> bool:
+    return "griddepcontrol" not in ptx
+
+
 def main() -> int:
     table: dict[str, Any] = {
         "E": 128, "S": 48, "U": 289, "F": 16, "TOP_K": 8, "BLOCK": 32,
@@ -93,9 +103,10 @@ def main() -> int:
             for padding in layout.Padding:
                 ptx = compile_kernel(
                     resolve_kernel, 1,
-                    **table, HOOK=hook, PAD=int(padding),
+                    **table, HOOK=hook, PAD=int(padding), EARLY=False,
                 )  # fmt: skip
-                results.append(check(f"resolve {policy} hook={hook} {padding.name}", ptx))
+                about = f"resolve {policy} hook={hook} {padding.name}"
+                results.append(check(about, ptx, holds=not_early))
         ptx = compile_kernel(
             resolve_fill_kernel, 16,
             **table | {"BLOCK": 512}, **copy, HOOK=True, PAD=2, PROGRAMS=8,
@@ -104,18 +115,24 @@ def main() -> int:
     wide = {"E": 1000, "S": 777, "BLOCK": 8192, "E_BLOCK": 1024, "S_BLOCK": 1024, "TOP_K": 3}
     ptx = compile_kernel(
         resolve_kernel, 8,
-        **table | wide, HOOK=True, PAD=0,
+        **table | wide, HOOK=True, PAD=0, EARLY=True,
     )  # fmt: skip
-    results.append(check("resolve, wide", ptx))
+    results.append(check("resolve, wide, early", ptx, holds=begins_early))
     one = {"E": 1, "S": 1, "E_BLOCK": 1, "S_BLOCK": 1, "F": 1, "F_BLOCK": 1, "TOP_K": 1}
-    ptx = compile_kernel(resolve_kernel, 1, **table | one, HOOK=True, PAD=0)
-    results.append(check("resolve, one slot", ptx))
-    ptx = compile_kernel(resolve_kernel, 1, **table | {"TOUCH": True}, HOOK=False, PAD=0)
+    ptx = compile_kernel(resolve_kernel, 1, **table | one, HOOK=True, PAD=0, EARLY=True)
+    results.append(check("resolve, one slot, early", ptx, holds=begins_early))
+    ptx = compile_kernel(
+        resolve_kernel, 1, **table | {"TOUCH": True}, HOOK=False, PAD=0, EARLY=False
+    )
     results.append(check("touch", ptx))
     ptx = compile_kernel(resolve_kernels.advance_kernel, 4, UNITS_PER_STEP=32, BLOCK=1024)
     results.append(check("advance", ptx))
-    ptx = compile_kernel(fill_kernels.fill_kernel, 16, **copy, S=48, U=289)
-    results.append(check("fill", ptx, holds=lambda p: moves_16_bytes(p) and "globaltimer" in p))
+    for early in (False, True):
+        ptx = compile_kernel(fill_kernels.fill_kernel, 16, **copy, S=48, U=289, EARLY=early)
+        results.append(check("fill", ptx, holds=lambda p: moves_16_bytes(p) and "globaltimer" in p))
+        results.append(
+            check(f"fill, early={early}", ptx, holds=begins_early if early else not_early)
+        )
     ptx = compile_kernel(fill_kernels.prefetch_fill_kernel, 16, **copy, E=128, F=16, U=289)
     results.append(
         check("prefetch fill", ptx, holds=lambda p: moves_16_bytes(p) and "acquire" in p)
