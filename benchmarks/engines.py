@@ -12,7 +12,8 @@ size (--repeats stretches of --new steps after --warm steps; the median stretch)
 steps hits, bytes over the link, and calls of the host. Records the outputs of --record layers and
 compares them, bit for bit, with the first `resident` engine's. Weights are random, so routing has
 no locality unless --routing brings some. Every engine gets the same weights from
-benchmarks/shapes.py. An engine that fails or exceeds --limit seconds is a row that says why.
+benchmarks/shapes.py. An engine that fails, or that takes more than --limit seconds to load or to
+measure, is a row that says why, with what had been measured by then.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=32, help="decode steps of a timed stretch")
     parser.add_argument("--warm", type=int, default=8, help="decode steps before those")
     parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds that an engine may take"
+        "--limit", type=float, default=300.0, help="seconds that loading or measuring may take"
     )
     parser.add_argument(
         "--record",
@@ -221,6 +222,10 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
 
     is_cache, is_uva = kind.startswith("cache"), kind.startswith("uva")
     row: dict[str, Any] = {}
+
+    def so_far() -> None:
+        print("SO FAR", json.dumps(row), flush=True)
+
     if is_uva:
         row["offloaded_gib"] = llm.collective_rpc(_offloaded_bytes)[0] / 2**30
 
@@ -245,6 +250,7 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
     for size in map(int, options.batches.split(",")):
         steps = decode_steps(llm, prompts(size, options.context), options, counted)
         row |= {f"{name}_b{size}": value for name, value in steps.items()}
+        so_far()
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if options.record and not is_uva:
         row["record"] = record(llm, options)
@@ -255,6 +261,7 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
         row["expert_mb"] = row["stats"]["slot_bytes"] / slots / 1e6
         for memory in ("slot", "staging", "host", "pinned"):
             row[f"{memory}_gib"] = row["stats"][f"{memory}_bytes"] / 2**30
+        so_far()
         row["audit"] = llm.collective_rpc("prefetch_audit")[0][:5]
     return row
 
@@ -355,21 +362,29 @@ class Child:
             text=True,
             env=environment,
         )
-        self._timer = threading.Timer(limit_s, self._end, [f"took more than {limit_s:g} s"])
-        self._timer.start()
+        self._limit_s = limit_s
 
     def _end(self, why: str) -> None:
         self.row.setdefault("failed", why)
         self._process.kill()
 
-    def listen(self) -> None:
-        """Take what the process says next; its end without a word is a failure."""
+    def listen(self, until: str = "load") -> None:
+        """Take what the process says until it has done that; its end before is a failure. The limit
+        counts from here: the time of others, whom it waited for, is not its own."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("ROW "):
-                self.row |= json.loads(line[4:])
-                return
-            print(line, end="")
+        why = f"took more than {self._limit_s:g} s to {until}"
+        timer = threading.Timer(self._limit_s, self._end, [why])
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                kind, _, row = line.partition(" {")
+                if kind in ("ROW", "SO FAR"):
+                    self.row |= json.loads("{" + row)
+                if kind == "ROW":
+                    return
+                print(line, end="")
+        finally:
+            timer.cancel()
         self.row.setdefault("failed", f"the process ended with status {self._process.wait()}")
 
     def go_on(self) -> None:
@@ -378,18 +393,19 @@ class Child:
             assert self._process.stdin is not None
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-            self.listen()
+            self.listen("measure")
 
     def close(self) -> None:
         """Wait for the end of the process, which frees its memory."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._timer.cancel()
+        self._process.stdout.close()
 
 
 def serve_child(of: str, options: argparse.Namespace, rows: Any = child) -> int:
