@@ -31,6 +31,9 @@ class MarlinBlocks:
 
     def __init__(self, experts: Any, num_experts: int, top_k: int) -> None:
         """`experts`: vLLM's `MarlinExperts` of the layer, built on S slots."""
+        from graphs.block_kernels import seat_blocks  # imports triton
+
+        self._seat = seat_blocks
         self._experts = experts
         self._num_experts = num_experts
         self._top_k = top_k
@@ -93,8 +96,8 @@ class MarlinBlocks:
         def by_expert(topk_ids: torch.Tensor, *_: Any, **more: Any) -> Any:
             sorted_ids, expert_ids, num_rows = align(topk_ids, size, self._num_experts, **more)
             # The list is this call's own. Beyond the blocks that are there it holds 0 or -1.
-            slots = torch.index_select(slot_of, 0, expert_ids.clamp_(min=0))
-            return sorted_ids, slots, num_rows
+            self._seat(expert_ids, slot_of)
+            return sorted_ids, expert_ids, num_rows
 
         def launched(**arguments: Any) -> Any:
             return launch(**{**arguments, "block_size_m": size})

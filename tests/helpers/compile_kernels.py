@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graphs import (
+    block_kernels,
     demand_kernels,
     fill_kernels,
     layout,
@@ -28,7 +29,7 @@ INT64 = {
 SCALARS = dict.fromkeys(
     (
         "layer_idx", "n", "row_stride", "num_scores", "evict", "num_waves", "first", "num_tokens",
-        "num_ids",
+        "num_ids", "num_blocks",
     ),
     "i32",
 )  # fmt: skip
@@ -172,6 +173,8 @@ def main() -> int:
                 results.append(check(about_guesses, ptx, holds=ends_with_its_word))
             ptx = compile_kernel(demand_kernels.rename_kernel, 4, int64=int64, **told)
             results.append(check(f"rename, {about}", ptx))
+    ptx = compile_kernel(block_kernels.seat_kernel, 2, BLOCK=256)
+    results.append(check("seat", ptx))
     for wait in (wide_kernels.begin_wait_kernel, wide_kernels.end_wait_kernel):
         ptx = compile_kernel(wait, 1)
         results.append(check(wait.__name__, ptx, holds=lambda p: "globaltimer" in p))
