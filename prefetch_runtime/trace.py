@@ -82,7 +82,9 @@ class Trace:
     def batched(self, batch_size: int) -> Self:
         """The same tokens as `batch_size` streams of equal length that decode side by side.
 
-        Tokens that do not fill a step at the end are left out.
+        Each stream is a sequence of its own, whichever requests its tokens belonged to: a step
+        with two tokens of one sequence would be a prompt. Tokens that do not fill a step at the
+        end are left out.
         """
         steps = self.num_tokens // batch_size if batch_size > 0 else 0
         if steps < 1:
@@ -93,7 +95,7 @@ class Trace:
         rows = np.arange(batch_size * steps).reshape(batch_size, steps).T.ravel()
         return type(self)(
             topk=self.topk[rows],
-            sequence=self.sequence[rows],
+            sequence=np.tile(np.arange(batch_size, dtype=np.int32), steps),
             num_experts=self.num_experts,
             next_gate=None if self.next_gate is None else self.next_gate[rows],
             step=np.repeat(np.arange(steps, dtype=np.int32), batch_size),

@@ -304,6 +304,13 @@ def test_wide_steps_are_split_and_read_absent_experts(wide_steps: str) -> None:
     assert result.demand_bytes == result.total("misses") * (9 * MIB)
 
 
+def test_a_wide_step_of_one_requests_streams_decodes_and_so_evicts() -> None:
+    # Three streams of one request; each step demands six experts of its own, for four slots.
+    tokens = [[[2 * i, 2 * i + 1]] for i in (0, 3, 0, 1, 4, 1, 2, 5, 2)]
+    batched = _trace(*tokens, num_experts=12).batched(3)
+    assert simulate(batched, SimulationSettings(num_slots=4)).total("evictions") > 0
+
+
 def test_nothing_is_predicted_from_a_wide_step() -> None:
     tokens = [[[i, i + 1], [i, i + 1]] for i in range(5)]
     trace = _trace(*tokens, step=np.zeros(5, np.int32))

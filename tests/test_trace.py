@@ -148,3 +148,8 @@ def test_batched_trace_decodes_several_streams_side_by_side() -> None:
     for batch_size in (0, 7, -1):
         with pytest.raises(TraceError, match="batch_size must be between 1 and the 6 tokens"):
             trace.batched(batch_size)
+
+
+def test_streams_of_one_recorded_request_are_sequences_of_their_own() -> None:
+    trace = _trace(step=None, sequence=np.zeros(6, np.int32))
+    assert trace.batched(3).sequence.tolist() == [0, 1, 2, 0, 1, 2]
