@@ -28,8 +28,16 @@ from prefetch_runtime.early_refusals import refuse_misspelt, refuse_on_cpu, refu
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.model_shape import ModelError
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
+from prefetch_runtime.passed_on import (
+    CONTEXT,
+    EPILOG,
+    PassesOn,
+    option_name,
+    overrides_model,
+)
+from prefetch_runtime.passed_on import passed_on as passed_on_to_vllm
 from prefetch_runtime.refusals import CPU_COMPILES
-from prefetch_runtime.serve_file import ServeFile, full_name, read_serve_file
+from prefetch_runtime.serve_file import ServeFile, read_serve_file
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import TraceError
 
@@ -184,7 +192,8 @@ def serve(
         settings = {**(file.additional_config.get(ADDITIONAL_CONFIG_KEY) or {}), **settings}
         additional = {**file.additional_config, **additional}
     config = PrefetchConfig.from_mapping(settings)
-    check_model(model, config, as_declared=not _overrides_model(passed_on, file))
+    of_file = [] if file is None else [f"--{option}" for option in file.options]
+    check_model(model, config, as_declared=not overrides_model([*passed_on, *of_file]))
     if given and not config.enabled and slots is None:
         raise ConfigError(
             f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
@@ -197,7 +206,7 @@ def serve(
         command.append("--metrics")
     command += ["serve", model, *passed_on]
     if config.enabled:
-        if any(_option_name(argument) == "--worker-cls" for argument in passed_on):
+        if any(option_name(argument) == "--worker-cls" for argument in passed_on):
             raise ConfigError(
                 "the expert cache sets --worker-cls itself; leave it out, or "
                 f"{spelled('slots_per_layer')}"
@@ -220,27 +229,9 @@ def serve(
     os.execv(sys.executable, command)
 
 
-_MODEL_OPTIONS = ("hf-o", "hf-c", "config-f", "loa")
-"""How vLLM's --hf-overrides, --hf-config-path, --config-format and --load-format begin."""
-
-
-def _overrides_model(passed_on: Sequence[str], file: ServeFile | None) -> bool:
-    """Whether vLLM is told to take something else for the model than its folder says."""
-    names = [_option_name(argument).removeprefix("--") for argument in passed_on]
-    if file is not None:
-        names += file.options
-    return any(name.startswith(_MODEL_OPTIONS) for name in names)
-
-
 def _say_if_off(config: PrefetchConfig, slots: str | None) -> None:
     if not config.enabled and slots is None:
         err.print(f"expert cache off, vLLM alone; on with {spelled('slots_per_layer')}")
-
-
-def _option_name(argument: str) -> str:
-    """The option that an argument sets, as vLLM reads it; "" for a value."""
-    name = argument.partition("=")[0].replace("_", "-")
-    return f"--{full_name(name[2:])}" if name.startswith("--") else ""
 
 
 def _read_config_file(arguments: list[str]) -> ServeFile | None:
@@ -264,7 +255,7 @@ def _read_config_file(arguments: list[str]) -> ServeFile | None:
 
 def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
     """Remove the user's own `--additional-config` from the arguments and return it."""
-    names = [_option_name(argument) for argument in arguments]
+    names = [option_name(argument) for argument in arguments]
     if any(name.startswith("--additional-config.") for name in names):
         raise ConfigError("give --additional-config as one JSON object, not key by key")
     if names.count("--additional-config") > 1:
@@ -286,8 +277,9 @@ def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
     return additional
 
 
-@app.command("generate")
+@app.command("generate", cls=PassesOn, context_settings=CONTEXT, epilog=EPILOG)
 def generate_command(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
     prompt: Annotated[
         list[str],
@@ -335,7 +327,12 @@ def generate_command(
         refuse_on_cpu(
             config, is_eager=not compiled, compiled=f"{CPU_COMPILES}; leave out --compile"
         )
-    check_model(model, config)
+    more = passed_on_to_vllm(
+        context,
+        instead_of_eager="it is the default; --compile undoes it",
+        is_cached=config.enabled,
+    )
+    check_model(model, config, as_declared=not overrides_model(more))
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
@@ -350,6 +347,7 @@ def generate_command(
             max_tokens=max_tokens,
             temperature=temperature,
             engine_options=options,
+            passed_on=more,
         )
     _print_texts(prompt, result.texts)
     if result.stats is not None:
@@ -485,7 +483,7 @@ def _common(
     """Serve MoE models whose experts do not fit on the GPU."""
 
 
-app.command()(cli_trace.trace)
+app.command(cls=PassesOn, context_settings=CONTEXT, epilog=EPILOG)(cli_trace.trace)
 app.command()(cli_trace.simulate)
 app.command()(cli_bench.bench)
 app.command()(cli_plan.plan)

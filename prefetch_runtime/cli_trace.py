@@ -15,6 +15,7 @@ from prefetch_runtime.config import POLICIES, ConfigError, PrefetchConfig
 from prefetch_runtime.early_refusals import refuse_on_cpu
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.offline import empty_log, generate
+from prefetch_runtime.passed_on import overrides_model, passed_on
 from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
@@ -33,6 +34,7 @@ err = Console(stderr=True, highlight=False)
 
 
 def trace(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder or a name on the hub.")],
     prompt: Annotated[
         list[str],
@@ -81,7 +83,8 @@ def trace(
     _check_output(output)
     config = PrefetchConfig.from_mapping(settings)
     refuse_on_cpu(config, is_eager=mode == "eager", modes="use 'eager'")
-    check_model(model, config)
+    more = passed_on(context, instead_of_eager="--prefetch-mode says it, eager is the default")
+    check_model(model, config, as_declared=not overrides_model(more))
     empty_log(log)
     with err.status("generating"):
         result = generate(
@@ -92,6 +95,7 @@ def trace(
             max_tokens=max_tokens,
             ignore_eos=True,
             engine_options=options,
+            passed_on=more,
             before=[["prefetch_trace_start", max_trace_tokens, not no_next_gate]],
             after=[["prefetch_trace_save", str(output.resolve())]],
         )

@@ -49,6 +49,7 @@ def generate(
     temperature: float = 0.0,
     ignore_eos: bool = False,
     engine_options: Mapping[str, Any] | None = None,
+    passed_on: Sequence[str] = (),
     worker_cls: str = WORKER_CLS,
     before: Sequence[Sequence[Any]] = (),
     after: Sequence[Sequence[Any]] = (),
@@ -58,6 +59,8 @@ def generate(
     Args:
         settings: the cache's settings, or None to run vLLM alone, without any of our code.
         engine_options: more arguments of `vllm.LLM`.
+        passed_on: still more, as options of vLLM's command line; of those that
+            are in both, these count.
         before, after: worker methods to call around the generation, each with its arguments; only
             with the cache. What the latter return is in `Generation.rpc`.
 
@@ -75,6 +78,7 @@ def generate(
         rpc = [*after, ["prefetch_stats"]]
     spec = {
         "llm": llm,
+        "options": list(passed_on),
         "prompts": list(prompts),
         "sampling": {
             "temperature": temperature,

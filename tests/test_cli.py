@@ -677,7 +677,7 @@ class TestBadInput:
             ["serve"],
             ["generate", TINY],
             ["generate", TINY, "-p", "x", "--max-tokens", "0"],
-            ["generate", TINY, "-p", "x", "--no-such-option"],
+            ["simulate", "--trace", "x.npz", "--no-such-option"],
             ["demo", "--slots", "0"],
             ["demo", "--slots", "few"],
             ["nonsense"],
@@ -767,6 +767,78 @@ class TestGenerate:
         size = ["--moe-expert-cache-size", "8"]
         ran = run("generate", TINY, "-p", "a", "-p", "b", *size, "--log", str(tmp_path / "x.log"))
         assert "\nmode eager: no CUDA device" in ran.out
+
+    def test_other_options_go_to_vllm_as_they_are(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, None)
+        given = ["--gpu-memory-utilization", "0.3", "--moe_backend=triton"]
+        own = ["-p", "a", "--moe-expert-cache-size", "8", "--log", str(tmp_path / "x.log")]
+        assert run("generate", TINY, *given, *own, "-p", "b").status == 0
+        assert calls[0]["passed_on"] == given
+        assert calls[0]["prompts"] == ["a", "b"]
+        # What vLLM takes for the model is not what the folder declares, so that is not checked.
+        seen: list[bool] = []
+        monkeypatch.setattr(
+            cli, "check_model", lambda *_, as_declared=True: seen.append(as_declared)
+        )
+        for more in ([], ["--hf_overrides", "{}"], ["--load-format=dummy"], given):
+            assert run("generate", TINY, *own, "-p", "b", *more).status == 0
+        assert seen == [True, False, False, True]
+
+    @pytest.mark.parametrize("command", ["generate", "trace"])
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            (["a text"], "unexpected argument 'a text': quote a text with spaces"),
+            (["--max-tokn", "5"], "unknown option --max-tokn; did you mean --max-tokens?"),
+            (["--max_token=5"], "unknown option --max_token; did you mean --max-tokens?"),
+            (["--moe-expert-cache-sise", "8"], "did you mean --moe-expert-cache-size?"),
+            (["--worker-cls", "x"], "--worker-cls cannot be passed on: the expert cache sets it"),
+            (["--additional_config={}"], "--additional_config cannot be passed on: give the"),
+            (["--model", "x"], "--model cannot be passed on: the model is the first argument"),
+            (["--config", "x"], "--config cannot be passed on: give the options themselves"),
+            (["--enforce-eager"], "--enforce-eager cannot be passed on: "),
+            (["--no-enforce-eager"], "--no-enforce-eager cannot be passed on: "),
+            (["-tp", "2"], "unknown option -tp; vLLM's are taken in their long form"),
+            (["--tensor-parallel-size", "2"], "does not support --tensor-parallel-size 2"),
+            (["-pp", "2"], "unexpected argument '2'"),
+            (["--cpu-offload-gb", "4"], "does not support --cpu-offload-gb 4"),
+        ],
+    )
+    def test_what_cannot_be_passed_on_is_refused_before_vllm_starts(
+        self,
+        command: str,
+        more: list[str],
+        words: str,
+        run: Callable[..., Ran],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        for module in (cli, cli_trace):
+            monkeypatch.setattr(module, "generate", pytest.fail)
+        where = "--log" if command == "generate" else "--out"
+        own = ["-p", "a", "--moe-expert-cache-size", "8", where, str(tmp_path / "x")]
+        _refused(run(command, TINY, *own, *more), words)
+
+    def test_vllm_alone_may_be_given_what_the_cache_does_not_serve(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, None)
+        own = ["-p", "a", "-p", "b", "--log", str(tmp_path / "x.log")]
+        given = ["--tensor-parallel-size", "2"]
+        assert run("generate", TINY, *own, *given).status == 0
+        assert calls[0]["passed_on"] == given
+
+    def test_a_prompt_may_look_like_an_option(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        calls = self._patch(monkeypatch, None)
+        log = ["--log", str(tmp_path / "x.log")]
+        given = ["-p", "-tp", "--prompt", "-O2", "-pimport"]
+        monkeypatch.setattr(cli, "_print_texts", lambda *_: None)
+        assert run("generate", TINY, *given, *log).status == 0
+        assert calls[0]["prompts"] == ["-tp", "-O2", "import"]
 
     def test_compilation_is_asked_for_by_an_option(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

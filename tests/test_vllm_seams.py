@@ -636,6 +636,17 @@ class TestOptions:
         names |= {f"no-{name}" for name in names}
         refuse_misspelt([f"--{name[:end]}" for name in names for end in range(1, len(name) + 1)])
 
+    def test_offline_runs_find_the_parser_of_vllms_options(self, vllm: Source) -> None:
+        parser = vllm.function("utils/argparse_utils.py", "parse_args", "FlexibleArgumentParser")
+        assert takes(parser, "namespace")
+        options = vllm.function("engine/arg_utils.py", "add_cli_args", "EngineArgs")
+        assert "staticmethod" in vllm.decorators(
+            "engine/arg_utils.py", "add_cli_args", "EngineArgs"
+        )
+        assert parameters(options) == ["parser"]
+        llm = vllm.function("entrypoints/llm.py", "__init__", "LLM")
+        assert takes(llm, "gpu_memory_utilization"), "by the names that the parser gives them"
+
     def test_the_offloaders_options_are_called_so(self, vllm: Source) -> None:
         text = (vllm.root / "engine" / "arg_utils.py").read_text()
         for option in ("--cpu-offload-gb", "--offload-group-size", "--offload-backend"):

@@ -2,7 +2,8 @@
 
     python offline.py SPEC.json RESULT.json
 
-SPEC: {"llm": {arguments of vllm.LLM}, "prompts": [str], "sampling": {arguments of SamplingParams},
+SPEC: {"llm": {arguments of vllm.LLM}, "options": [more of them, as on vLLM's command line],
+"prompts": [str], "sampling": {arguments of SamplingParams},
 "before": [[worker method, arguments...]] to call before generating, "rpc": the same after it}.
 RESULT: {"texts", "token_ids", "seconds", "rpc"} or {"error": message}. A spec without worker class
 is vLLM alone, so that a run of ours can be compared with one that has loaded none of our code.
@@ -12,15 +13,35 @@ import json
 import os
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+
+def parsed(options: list[str]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` from options as vLLM's command line takes them. Raises ValueError."""
+    if not options:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"vLLM's options: {message}")
+
+    parser = EngineArgs.add_cli_args(Parser(add_help=False))
+    # What stays absent was not given: vLLM knows its defaults.
+    absent = object()
+    every = vars(parser.parse_args([]))
+    given = parser.parse_args(options, namespace=Namespace(**dict.fromkeys(every, absent)))
+    return {name: value for name, value in vars(given).items() if value is not absent}
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Start the engine, generate, return the result."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**spec["llm"])
+    llm = LLM(**{**spec["llm"], **parsed(spec.get("options", []))})
     for name, *arguments in spec.get("before", []):
         llm.collective_rpc(name, args=tuple(arguments))
     started = time.perf_counter()
