@@ -62,7 +62,8 @@ class Evidence(NamedTuple):
     topk_ids: IdArray
     """[T, K]: what the layer `lookahead` earlier has just chosen."""
     next_gate: IdArray | None = None
-    """[T, G]: the predicted layer's router on the earlier layer's input, best first."""
+    """[T, G]: the predicted layer's router on the earlier layer's input, best first. For predictors
+    that set `needs_guesses`, with a lookahead of 1; others may get None."""
     truth: IdArray | None = None
     """[T, K]: what the predicted layer will choose. Only a replayed trace knows it."""
 
@@ -76,6 +77,8 @@ class Predictor(Protocol):
 
     name: ClassVar[str]
     runs_on: ClassVar[RunsOn]
+    needs_guesses: ClassVar[bool]
+    """Whether `predict` reads `Evidence.next_gate`, for which an engine runs the next router."""
 
     def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
         """At most `count` experts of the layer, best first, without repeats. Changes nothing.

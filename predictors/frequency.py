@@ -16,6 +16,7 @@ class FrequencyPredictor:
 
     name: ClassVar[str] = "frequency"
     runs_on: ClassVar[RunsOn] = RunsOn.HOST
+    needs_guesses: ClassVar[bool] = False
 
     def __init__(self, shape: PredictorShape) -> None:
         self._shape = shape

@@ -16,6 +16,7 @@ class NextGatePredictor:
 
     name: ClassVar[str] = "next_gate"
     runs_on: ClassVar[RunsOn] = RunsOn.BOTH
+    needs_guesses: ClassVar[bool] = True
 
     def __init__(self, shape: PredictorShape) -> None:
         """Raises ValueError for a lookahead other than 1."""

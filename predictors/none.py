@@ -10,6 +10,7 @@ class NoPrediction:
 
     name: ClassVar[str] = "none"
     runs_on: ClassVar[RunsOn] = RunsOn.BOTH
+    needs_guesses: ClassVar[bool] = False
 
     def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:  # noqa: ARG002
         return []

@@ -9,7 +9,8 @@ class OraclePredictor:
     """Reads the answer from the trace that is being replayed."""
 
     name: ClassVar[str] = "oracle"
-    runs_on: ClassVar[RunsOn] = RunsOn.BOTH
+    runs_on: ClassVar[RunsOn] = RunsOn.HOST
+    needs_guesses: ClassVar[bool] = False
 
     def __init__(self, shape: PredictorShape) -> None:
         self._shape = shape

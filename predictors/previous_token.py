@@ -10,6 +10,7 @@ class PreviousTokenPredictor:
 
     name: ClassVar[str] = "previous_token"
     runs_on: ClassVar[RunsOn] = RunsOn.HOST
+    needs_guesses: ClassVar[bool] = False
 
     def __init__(self, shape: PredictorShape) -> None:
         self._shape = shape

@@ -40,6 +40,7 @@ class TransitionPredictor:
 
     name: ClassVar[str] = "transition"
     runs_on: ClassVar[RunsOn] = RunsOn.HOST
+    needs_guesses: ClassVar[bool] = False
 
     def __init__(self, shape: PredictorShape) -> None:
         self._shape = shape

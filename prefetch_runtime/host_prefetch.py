@@ -54,7 +54,7 @@ class HostPrefetcher:
         """
         Args:
             widen: experts that a prediction names, as a multiple of top_k, per token of the step.
-            budget_bytes: of every layer and step, see `set_budget`.
+            budget_bytes: of every layer and step, see `budgets`.
         """
         self._predictor = predictor
         self._copier = copier
@@ -77,7 +77,7 @@ class HostPrefetcher:
     @property
     def needs_guesses(self) -> bool:
         """Whether predictions need the next router's guesses (see `predictors.Evidence`)."""
-        return self._predictor.name == "next_gate"
+        return self._predictor.needs_guesses
 
     def target_of(self, layer_idx: int) -> int | None:
         """The layer that is predicted once this one has chosen; None past the last."""

@@ -237,7 +237,7 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
     """Replay a trace with one setting.
 
     Raises ValueError: more slots than experts, fewer than one token needs, an unknown policy or
-    predictor, a lookahead past the last layer, `next_gate` without its guesses in the trace.
+    predictor, a lookahead past the last layer, a predictor without the guesses that it needs.
     """
     if settings.num_slots < trace.top_k:
         raise ValueError(
@@ -270,7 +270,7 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
             target = layer_idx + lookahead
             if target < trace.num_layers and not is_wide:
                 truth = demands[target]
-                next_gate = None if guesses is None else guesses[target - 1]
+                next_gate = guesses[target - 1] if guesses is not None and lookahead == 1 else None
                 forecast = predictor.predict(target, Evidence(topk_ids, next_gate, truth), count)
                 _prefetch(layers[target], forecast, truth, now, totals, *limits)
             _carry(layers[layer_idx + 1 : target + 1], settings)
@@ -356,10 +356,10 @@ def _create_predictor(trace: Trace, settings: SimulationSettings) -> Predictor |
         lookahead=settings.lookahead,
     )
     predictor = create_predictor(settings.predictor, shape)
-    if predictor.name == "next_gate" and trace.next_gate is None:
+    if predictor.needs_guesses and trace.next_gate is None:
         raise ValueError(
-            "predictor 'next_gate' needs the array next_gate, which this trace does not have; "
-            "record it with the guesses or choose another predictor"
+            f"predictor {predictor.name!r} needs the array next_gate, which this trace does not "
+            "have; record it with the guesses or choose another predictor"
         )
     return None if predictor.name == "none" else predictor
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from predictors import PredictorShape, create_predictor
+from predictors import NextGatePredictor, PredictorShape, create_predictor
 from prefetch_runtime.audit import audit
 from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import CopyTicket, HostCopier
@@ -29,6 +29,21 @@ def cache_with(budget_bytes: int = UNLIMITED_BYTES, **more: object) -> SmallCach
         )
     )
     return cache
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_any_predictor_may_ask_for_the_next_routers_guesses(needs: bool) -> None:
+    class Mine(NextGatePredictor):
+        name = "mine"
+        needs_guesses = needs
+
+    shape = PredictorShape(num_layers=2, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    cache = small_cache(NUM_EXPERTS, NUM_SLOTS, num_layers=2)
+    assert not cache.scheduler.needs_guesses
+    cache.scheduler.attach_prefetcher(
+        HostPrefetcher(Mine(shape), HostCopier(), num_layers=2, top_k=TOP_K)
+    )
+    assert cache.scheduler.needs_guesses == needs
 
 
 def step(cache: SmallCache, chosen: list[int], guesses: list[int], then: list[int]) -> None:

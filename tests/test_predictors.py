@@ -47,6 +47,22 @@ def test_created_predictor_has_the_name_it_was_asked_for(name: str) -> None:
     assert isinstance(create_predictor(name, SHAPE).runs_on, RunsOn)
 
 
+def test_only_what_has_kernels_runs_in_a_captured_graph() -> None:
+    made = [create_predictor(name, SHAPE) for name in PREDICTOR_NAMES]
+    assert {p.name for p in made if p.runs_on is RunsOn.BOTH} == {"none", "next_gate"}
+
+
+@pytest.mark.parametrize("name", PREDICTOR_NAMES)
+def test_predictor_that_needs_no_guesses_predicts_without_them(name: str) -> None:
+    predictor = _learned(name)
+    evidence = _evidence()._replace(next_gate=None)
+    if predictor.needs_guesses:
+        with pytest.raises(ValueError, match="needs the next router's guesses"):
+            predictor.predict(1, evidence, 4)
+    else:
+        assert predictor.predict(1, evidence, 4) == predictor.predict(1, _evidence(), 4)
+
+
 @pytest.mark.parametrize("name", PREDICTOR_NAMES)
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 100])
 def test_forecast_has_no_repeats_nothing_out_of_range_and_at_most_count(

@@ -451,6 +451,7 @@ log: list[tuple[str, int]] = []
 class NotedPredictor:
     name = "noted"
     runs_on: Any = None
+    needs_guesses: Any = False
 
     def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
         log.append(("predict", layer_idx))

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import prefetch_runtime.simulate as simulator
+from predictors import Evidence, OraclePredictor
 from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
@@ -386,6 +388,30 @@ def test_settings_that_do_not_fit_the_trace_are_refused(
     trace = _trace([[0, 1], [2, 3], [4, 5]])
     with pytest.raises(ValueError, match=message):
         simulate(trace, SimulationSettings(**{"num_slots": 4, **changes}))
+
+
+def test_a_predictor_is_told_no_guesses_of_layers_that_have_not_been_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[bool] = []
+
+    class Mine(OraclePredictor):
+        name = "mine"
+        needs_guesses = True
+
+        def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
+            told.append(evidence.next_gate is not None)
+            return super().predict(layer_idx, evidence, count)
+
+    monkeypatch.setattr(simulator, "create_predictor", lambda _, shape: Mine(shape))
+    trace = _random(0, tokens=3, layers=4, num_experts=8, top_k=2)
+    for lookahead in (1, 2):
+        told.clear()
+        settings = SimulationSettings(num_slots=4, predictor="mine", lookahead=lookahead)
+        simulate(trace, settings)
+        assert told == [lookahead == 1] * 3 * (4 - lookahead)
+    with pytest.raises(ValueError, match="predictor 'mine' needs the array next_gate"):
+        simulate(replace(trace, next_gate=None), replace(settings, lookahead=1))
 
 
 def test_one_layer_has_nothing_to_predict() -> None:

@@ -137,7 +137,9 @@ class PrefetchEngine:
                 BudgetController([layer.layout.payload_bytes for layer in layers])
             )
         if self.scheduler.needs_guesses:
-            self.check_gates()
+            self.check_gates(
+                f"{spelled('predictor')} {config.predictor!r}", "choose another predictor"
+            )
 
     def _make_room_for_a_trace(self) -> None:
         """Captured graphs record what they were captured to record."""
@@ -168,13 +170,13 @@ class PrefetchEngine:
         most = self._vllm_config.scheduler_config.max_num_batched_tokens
         self.scheduler.warm_up(self._top_k, most)
 
-    def check_gates(self) -> None:
-        """Raise ConfigError unless every MoE layer's router was found."""
+    def check_gates(self, who: str, remedy: str) -> None:
+        """Raise ConfigError, with who needs them, unless every MoE layer's router was found."""
         if None in self._gates or not self._gates:
             missing = self._gates.index(None) if self._gates else 0
             raise ConfigError(
-                f"{spelled('predictor')} 'next_gate' needs each MoE layer's router, but that of "
-                f"layer {missing} was not found; choose another predictor"
+                f"{who} needs each MoE layer's router, but that of layer {missing} was not found; "
+                f"{remedy}"
             )
 
     def guesses(self, layer_idx: int, x: torch.Tensor) -> Guesses | None:

@@ -189,7 +189,9 @@ class PrefetchWorker(BaseWorker):
                 f"recording a trace needs the expert cache; set {spelled('slots_per_layer')}"
             )
         if next_gate:
-            engine.check_gates()
+            engine.check_gates(
+                "a trace with the next routers' guesses", "leave them out (--no-next-gate)"
+            )
             if engine.mode == "segmented" and not engine.graphs_guess:
                 raise UnsupportedError(
                     "the captured graphs do not run the next layers' routers; to record their "

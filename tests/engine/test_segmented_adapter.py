@@ -97,7 +97,7 @@ class TestTrace:
         store = SimpleNamespace(layer=lambda _: SimpleNamespace(num_experts=4), layers=[1, 2])
         engine = SimpleNamespace(
             mode=mode,
-            check_gates=lambda: None,
+            check_gates=lambda _who, _remedy: None,
             scheduler=scheduler,
             host_store=store,
             graphs_guess=graphs_guess,
@@ -119,6 +119,17 @@ class TestTrace:
     ) -> None:
         recorder = self.start(mode, next_gate=next_gate, graphs_guess=graphs_guess)
         assert recorder is not None
+
+    def test_says_that_guesses_may_be_left_out_where_a_router_is_missing(self) -> None:
+        from prefetch_runtime.config import ConfigError
+        from prefetch_runtime.vllm.engine import PrefetchEngine
+        from prefetch_runtime.vllm.worker import PrefetchWorker
+
+        engine: Any = PrefetchEngine.__new__(PrefetchEngine)
+        engine._gates = [torch.nn.Linear(1, 1), None]
+        worker: Any = SimpleNamespace(prefetch_engine=engine)
+        with pytest.raises(ConfigError, match=r"that of layer 1 was not found; .*--no-next-gate"):
+            PrefetchWorker.prefetch_trace_start(worker, 10, True)
 
     def test_guesses_that_no_graph_computes_are_refused(self) -> None:
         from prefetch_runtime.vllm.checks import UnsupportedError
