@@ -36,6 +36,10 @@ class PredictorShape:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k={self.top_k} exceeds the {self.num_experts} experts")
+        if self.num_layers == 1:
+            raise ValueError(
+                "a model with one MoE layer has no later one to predict; use predictor 'none'"
+            )
         if self.lookahead >= self.num_layers:
             raise ValueError(
                 f"lookahead={self.lookahead} reaches past the last of {self.num_layers} MoE "

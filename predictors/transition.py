@@ -3,6 +3,7 @@
 Expert-to-expert counts between layers, as in MoE-Infinity (arXiv 2401.14361) and others.
 """
 
+import math
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
 
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .base import Evidence, IdArray, PredictorShape, RunsOn, highest
-from .npz import ArraySpec, read_arrays, write_arrays
+from .npz import DEFAULT_MAX_BYTES, ArraySpec, read_arrays, write_arrays
 
 _ROW_LIMIT = 1 << 20
+_MAX_BYTES = DEFAULT_MAX_BYTES  # so that what is saved can be loaded
 
 
 class _Chosen(NamedTuple):
@@ -43,8 +45,16 @@ class TransitionPredictor:
     needs_guesses: ClassVar[bool] = False
 
     def __init__(self, shape: PredictorShape) -> None:
+        """Raises ValueError for so many experts that the counts would take more than a GiB."""
         self._shape = shape
         pairs = (shape.num_layers - shape.lookahead, shape.num_experts, shape.num_experts)
+        nbytes = 4 * math.prod(pairs)
+        if nbytes > _MAX_BYTES:
+            raise ValueError(
+                f"predictor 'transition' counts pairs of experts, which would take "
+                f"{nbytes / 2**30:.1f} GiB for {shape.num_experts} experts in {shape.num_layers} "
+                f"layers, more than {_MAX_BYTES / 2**30:g}; choose another predictor"
+            )
         self.counts = np.zeros(pairs, dtype=np.int32)
         """[layers - lookahead, experts of layer l, experts of layer l + lookahead] int32."""
         self._chosen: dict[int, _Chosen] = {}  # by layer, of the running step

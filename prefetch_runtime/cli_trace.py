@@ -1,9 +1,10 @@
 """`prefetch-runtime trace` and `simulate`: record a model's routing, replay it without a GPU."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -19,6 +20,7 @@ from prefetch_runtime.passed_on import overrides_model, passed_on
 from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
+    check_plot,
     plot,
     simulate_grid,
     to_json,
@@ -28,6 +30,13 @@ from prefetch_runtime.trace import TraceError, load_trace
 MAX_MIB = 1 << 20
 MIN_GBS, MAX_GBS = 1e-3, 1e6
 MAX_EXPERTS = 1 << 15  # ids of a trace are int16
+SPELLED = {
+    "num_slots": "--slots",
+    "widen": "--widen",
+    "compute_us": "--compute-us",
+    "wide_steps": "--wide-steps",
+}
+"""Settings of the simulator by the options of `simulate`, for messages."""
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -144,6 +153,10 @@ def simulate(
     budget_mib: Annotated[
         float | None, typer.Option(help="MiB of speculation per layer and step.")
     ] = None,
+    wide_steps: Annotated[
+        str,
+        typer.Option(help="Steps wider than the slots: by expert as GPUs, or by token as CPUs."),
+    ] = "expert",
     widen: Annotated[int, typer.Option(help="Experts predicted, as a multiple of top_k.")] = 2,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Regroup the trace into steps of so many sequences.")
@@ -164,14 +177,17 @@ def simulate(
         recorded = load_trace(trace_file, num_experts=num_experts)
     except OSError as error:
         raise ConfigError(f"--trace: cannot read {trace_file}: {error.strerror}") from None
+    if plot_file is not None:
+        _check_plot(plot_file)
     if batch is not None:
         recorded = recorded.batched(batch)
     try:
         settings = SimulationSettings(
             num_slots=recorded.top_k,
             link_gbs=link_gbs,
-            expert_bytes=_bytes("--expert-mib", expert_mib),
+            expert_bytes=_bytes("--expert-mib", expert_mib, least=1),
             compute_us=compute_us,
+            wide_steps=cast(Literal["expert", "token"], wide_steps),
             widen=widen,
             budget_bytes=None if budget_mib is None else _bytes("--budget-mib", budget_mib),
         )
@@ -185,15 +201,11 @@ def simulate(
     except TraceError:
         raise
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(_spelled(str(error))) from None
     if plot_file is not None:
         try:
             plot(results, plot_file)
-        except ImportError:
-            raise ConfigError(
-                "--plot needs matplotlib; pip install 'prefetch-runtime[plot]'"
-            ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ConfigError(f"--plot: cannot draw into {plot_file}: {error}") from None
     if as_json:
         typer.echo(json.dumps(json.loads(to_json(results))))
@@ -202,11 +214,30 @@ def simulate(
     out.print(_assumptions(settings), markup=False)
 
 
-def _bytes(option: str, mebibytes: float) -> int:
+def _check_plot(path: Path) -> None:
+    """Before minutes of replaying: whether the plot can be drawn."""
+    try:
+        check_plot(path)
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; pip install 'prefetch-runtime[plot]'") from None
+    except ValueError as error:
+        raise ConfigError(f"--plot: cannot draw into {path}: {error}") from None
+
+
+def _spelled(message: str) -> str:
+    """A message about a setting that starts with its name, with the option's name instead."""
+    name = re.match(r"\w*", message)
+    return message if name is None else SPELLED.get(name[0], name[0]) + message[name.end() :]
+
+
+def _bytes(option: str, mebibytes: float, *, least: int = 0) -> int:
     """Bytes of a size in MiB, up to a tebibyte."""
     if not 0 <= mebibytes <= MAX_MIB:
         raise ConfigError(f"{option} must be between 0 and {MAX_MIB} MiB, got {mebibytes}")
-    return int(mebibytes * 2**20)
+    nbytes = int(mebibytes * 2**20)
+    if nbytes < least:
+        raise ConfigError(f"{option} must be at least a byte, got {mebibytes} MiB")
+    return nbytes
 
 
 def _integers(option: str, text: str) -> list[int]:

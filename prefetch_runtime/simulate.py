@@ -239,11 +239,7 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
     Raises ValueError: more slots than experts, fewer than one token needs, an unknown policy or
     predictor, a lookahead past the last layer, a predictor without the guesses that it needs.
     """
-    if settings.num_slots < trace.top_k:
-        raise ValueError(
-            f"num_slots={settings.num_slots} cannot hold one token's {trace.top_k} experts; use "
-            f"at least {trace.top_k}"
-        )
+    _check(trace, settings)
     predictor = _create_predictor(trace, settings)
     bounds = trace.step_bounds().tolist()
     layers = [
@@ -281,13 +277,18 @@ def simulate_grid(
     trace: Trace, settings: SimulationSettings, *,
     num_slots: Iterable[int], policies: Iterable[str], predictors: Iterable[str],
 ) -> list[SimulationResult]:  # fmt: skip
-    """Every combination, everything else as in `settings`, with Belady's bound beside each."""
+    """Every combination, everything else as in `settings`, with Belady's bound beside each.
+
+    Raises ValueError as `simulate` does, before anything is replayed.
+    """
     combinations = [
         replace(settings, num_slots=slots, policy=policy, predictor=predictor)
         for slots in num_slots
         for policy in policies
         for predictor in predictors
     ]
+    for combination in combinations:
+        _check(trace, combination)
     bounds: dict[int, float] = {}
     results = []
     for combination in combinations:
@@ -312,11 +313,29 @@ def to_json(results: Iterable[SimulationResult]) -> str:
     return json.dumps([result.as_dict() for result in results], indent=2, allow_nan=False)
 
 
+def check_plot(path: Path | str) -> None:
+    """Whether `plot` can draw into a file of this name, before anything is replayed for it.
+
+    Raises:
+        ImportError: there is no matplotlib (install `prefetch-runtime[plot]`).
+        ValueError: a name that tells no format, or no folder to put it into.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    path = Path(path)
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lower()[1:] not in formats:
+        raise ValueError(f"its name must end in .png or another of {', '.join(formats)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError("it is a folder" if path.is_dir() else f"there is no folder {path.parent}")
+
+
 def plot(results: Sequence[SimulationResult], path: Path | str) -> None:
     """Draw hit rate and stall against slots, a line per policy and predictor, into an image file.
 
-    Raises ImportError without matplotlib (install `prefetch-runtime[plot]`).
+    Raises what `check_plot` does, and OSError if the file cannot be written.
     """
+    check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -345,6 +364,25 @@ def plot(results: Sequence[SimulationResult], path: Path | str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _check(trace: Trace, settings: SimulationSettings) -> None:
+    """Raise ValueError for settings that do not fit the trace, as `simulate` says."""
+    if settings.num_slots < trace.top_k:
+        raise ValueError(
+            f"num_slots={settings.num_slots} cannot hold one token's {trace.top_k} experts; use "
+            f"at least {trace.top_k}"
+        )
+    name = "lru" if settings.policy == BELADY else settings.policy  # Belady's would be read now
+    SlotTable(trace.num_experts, settings.num_slots, _create_policy(name))
+    _create_predictor(trace, settings)
+
+
+def _create_policy(name: str) -> EvictionPolicy:
+    try:
+        return create_policy(name)
+    except ValueError as e:
+        raise ValueError(f"{e} (or {BELADY!r}, the bound)") from None
+
+
 def _create_predictor(trace: Trace, settings: SimulationSettings) -> Predictor | None:
     """None stands for no prediction, so that a replay without it does no needless work."""
     if trace.num_layers == 1 and settings.predictor == "none":
@@ -368,10 +406,7 @@ def _policies(
     trace: Trace, settings: SimulationSettings, bounds: Sequence[int]
 ) -> Iterable[EvictionPolicy]:
     if settings.policy != BELADY:
-        try:
-            return [create_policy(settings.policy) for _ in range(trace.num_layers)]
-        except ValueError as e:
-            raise ValueError(f"{e} (or {BELADY!r}, the bound)") from None
+        return [_create_policy(settings.policy) for _ in range(trace.num_layers)]
     step_of = np.repeat(np.arange(1, len(bounds)), np.diff(bounds))
     return [
         BeladyPolicy(_uses(trace.topk[:, layer_idx], step_of, trace.num_experts))

@@ -984,16 +984,26 @@ class TestServeOrder:
         ("--budget-mib", "1e300"),
         ("--link-gbs", "1e-320"),
         ("--plot", "/nonexistent/x.png"),
+        ("--expert-mib", "0"),
+        ("--expert-mib", "1e-9"),
+        ("--slots", "3"),
+        ("--slots", "33"),
+        ("--widen", "0"),
+        ("--compute-us", "-1"),
+        ("--wide-steps", "layer"),
         ("--plot", "x.bogus"),
     ],
 )
 def test_simulate_names_the_option_that_cannot_be(
-    option: str, value: str, run: Callable[..., Ran]
+    option: str, value: str, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = str(Path(TINY).parent / "tiny-moe-trace.npz")
+    monkeypatch.setattr(
+        "prefetch_runtime.simulate.simulate", lambda *_: pytest.fail("replayed for nothing")
+    )
     ran = run("simulate", "--trace", trace, "--slots", "8", option, value)
     assert ran.status == 2
-    assert option in ran.err
+    assert ran.err.startswith(f"error: {option}")
     assert "Traceback" not in ran.err
 
 

@@ -107,7 +107,7 @@ def test_unknown_predictor_is_refused_with_the_choices_and_a_guess() -> None:
     [
         ({"lookahead": 3}, "lookahead=3 reaches past the last of 3 MoE layers; use at most 2"),
         ({"lookahead": 0}, "lookahead must be at least 1, got 0"),
-        ({"num_layers": 1}, "lookahead=1 reaches past the last of 1 MoE layers"),
+        ({"num_layers": 1}, "one MoE layer has no later one to predict; use predictor 'none'"),
         ({"top_k": 9}, "top_k=9 exceeds the 8 experts"),
         ({"num_experts": 0}, "num_experts must be at least 1"),
     ],
@@ -260,6 +260,12 @@ def test_learned_table_of_another_model_or_kind_is_refused(
     path.write_bytes(b"rubbish")
     with pytest.raises(ValueError, match="damaged or not an npz file"):
         kind.load(path, SHAPE)
+
+
+def test_transition_refuses_a_table_that_could_not_be_loaded_again() -> None:
+    sizes = {"num_layers": 8, "num_experts": 1 << 15, "top_k": 2}
+    with pytest.raises(ValueError, match=r"28.0 GiB for 32768 experts in 8 layers, more than 1;"):
+        create_predictor("transition", PredictorShape(**sizes))
 
 
 def test_learned_table_with_impossible_counts_is_refused(tmp_path: Path) -> None:

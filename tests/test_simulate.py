@@ -390,6 +390,42 @@ def test_settings_that_do_not_fit_the_trace_are_refused(
         simulate(trace, SimulationSettings(**{"num_slots": 4, **changes}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slots": [4, 9]}, "num_slots must be between 1 and the layer's 8 experts, got 9"),
+        ({"num_slots": [4, 1]}, "num_slots=1 cannot hold"),
+        ({"policies": ["lru", "belady", "lur"]}, "unknown eviction policy 'lur'"),
+        ({"predictors": ["none", "next_gate"]}, "needs the array next_gate"),
+    ],
+)
+def test_a_grid_is_refused_before_any_of_it_is_replayed(
+    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(simulator, "simulate")
+    trace = _trace([[0, 1], [2, 3], [4, 5]])
+    grid: dict[str, object] = {"num_slots": [4], "policies": ["lru"], "predictors": ["none"]}
+    with pytest.raises(ValueError, match=message):
+        simulate_grid(trace, SimulationSettings(num_slots=4), **{**grid, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("noext", r"must end in \.png"),  # matplotlib would draw into noext.png
+        ("a.txt", r"must end in \.png"),
+        ("folder.png", "it is a folder"),
+        ("nowhere/a.png", "there is no folder .*nowhere"),
+    ],
+)
+def test_a_plot_goes_into_the_file_that_was_named(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    result = simulate(_trace([[0, 1]]), SimulationSettings(num_slots=4))
+    with pytest.raises(ValueError, match=message):
+        plot([result], tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
 def test_a_predictor_is_told_no_guesses_of_layers_that_have_not_been_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -417,5 +453,5 @@ def test_a_predictor_is_told_no_guesses_of_layers_that_have_not_been_computed(
 def test_one_layer_has_nothing_to_predict() -> None:
     trace = _trace([[0, 1]], [[1, 2]])
     assert simulate(trace, SimulationSettings(num_slots=4)).total("hits") == 1
-    with pytest.raises(ValueError, match="past the last of 1 MoE layers"):
+    with pytest.raises(ValueError, match="one MoE layer has no later one to predict"):
         simulate(trace, SimulationSettings(num_slots=4, predictor="oracle"))
