@@ -71,8 +71,12 @@ class Model:
         policy: str = "lru",
         programs: int = 8,
         with_hook: bool = False,
+        early: bool = True,
     ) -> None:
         self.memory = memory
+        # As the engine launches them.
+        self.early = early
+        self.plans_early = early and not with_hook
         self.table = DeviceSlotTable(
             num_layers=num_layers,
             num_experts=NUM_EXPERTS,
@@ -140,18 +144,18 @@ class Model:
     def split(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
-            self.table.resolve(layer_idx, topk_ids[layer_idx])
-            self.fill.fill(layer_idx)
+            self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
+            self.fill.fill(layer_idx, early=self.early)
 
     def fused(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
-            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx])
+            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx], early=self.plans_early)
 
     def resolve_only(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
-            self.table.resolve(layer_idx, topk_ids[layer_idx])
+            self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
 
     def compute_only(self, topk_ids: torch.Tensor) -> None:  # noqa: ARG002
         self.table.advance()
@@ -161,14 +165,14 @@ class Model:
     def demand_only(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
-            self.table.resolve(layer_idx, topk_ids[layer_idx])
-            self.fill.fill(layer_idx)
+            self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
+            self.fill.fill(layer_idx, early=self.early)
             self.compute()
 
     def fused_demand_only(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
-            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx])
+            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx], early=self.plans_early)
             self.compute()
 
     def prefetching(self, topk_ids: torch.Tensor, forecast: torch.Tensor) -> None:
@@ -179,8 +183,8 @@ class Model:
             if layer_idx:
                 hook.post(layer_idx, topk_ids[layer_idx])
                 branch.join()
-            self.table.resolve(layer_idx, topk_ids[layer_idx])
-            self.fill.fill(layer_idx)
+            self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
+            self.fill.fill(layer_idx, early=self.early)
             if layer_idx + 1 < self.table.num_layers:
                 with branch.fork():
                     hook.reserve(layer_idx + 1, forecast[layer_idx + 1])
@@ -344,7 +348,8 @@ def main() -> None:
     for policy in ("lru", "lfru"):
         for num_tokens in (1, 4, 32):
             times = [
-                f"{form} {all_hit(policy, num_tokens, form):.2f}"
+                f"{form} {all_hit(policy, num_tokens, form):.2f} (not early "
+                f"{all_hit(policy, num_tokens, form, early=False):.2f})"
                 for form in ("resolve_only", "split", "fused")
             ]
             hooked = all_hit(policy, num_tokens, "split", with_hook=True)
@@ -357,7 +362,9 @@ def main() -> None:
         alone = all_hit("lru", num_tokens, "compute_only")
         forms = {"split": "demand_only", "fused": "fused_demand_only"}
         times = [
-            f"{name} {all_hit('lru', num_tokens, form) - alone:.2f}" for name, form in forms.items()
+            f"{name} {all_hit('lru', num_tokens, form) - alone:.2f} (not early "
+            f"{all_hit('lru', num_tokens, form, early=False) - alone:.2f})"
+            for name, form in forms.items()
         ]
         moved = 2 * COMPUTE_BYTES >> 20
         report(

@@ -20,8 +20,11 @@ class ExpertFill:
         *,
         programs: int = 8,
         num_warps: int = 16,
+        fused_warps: int = 4,
     ) -> None:
-        """`programs` thread blocks share a fill; 4 to 16 saturate a PCIe 5 x16 link.
+        """`programs` thread blocks share a fill; 4 to 16 saturate a PCIe 5 x16 link. They have
+        `num_warps` warps each; with a plan in the same launch `fused_warps`, as a plan is faster
+        with few.
 
         Raises ValueError if the two tables are of different models.
         """
@@ -37,12 +40,16 @@ class ExpertFill:
         self._resolve_fill_kernel = resolve_fill_kernel_of(table.policy.hit, table.policy.insert)
         self.programs = programs
         self.num_warps = num_warps
+        self.fused_warps = fused_warps
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=table.device)
+
         # How the programs of one launch find each other, see `resolve_fill_kernel`.
-        self._tickets = torch.zeros(
-            table.num_layers, programs, dtype=torch.int32, device=table.device
-        )
-        self._ready = torch.zeros(table.num_layers, dtype=torch.int32, device=table.device)
-        self._finished = torch.zeros_like(self._ready)
+        self._launches = integers(table.num_layers, programs)
+        self._joined = integers(table.num_layers, 2)
+        self._ready = integers(table.num_layers)
+        self._finished = integers(table.num_layers)
 
     def fill(self, layer_idx: int, *, early: bool = False) -> None:
         """Copy what the layer's last plan listed; returns at once when that is nothing.
@@ -67,17 +74,20 @@ class ExpertFill:
         *,
         padding: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        early: bool = False,
     ) -> torch.Tensor:
-        """`table.resolve` and `fill` in one launch, with the same result."""
+        """`table.resolve` and `fill` in one launch, with the same result; `early` as there."""
         out, tensors, sizes = self.table.plan_arguments(layer_idx, topk_ids, padding, out)
         records = self.records
         # The header is the last of the tensors; without a prefetch hook it is a placeholder.
         tensors = (*tensors[:-1], records.header)
+        early = early and self.table.begins_early
         self._resolve_fill_kernel[(self.programs,)](
-            *tensors, records.units, self._tickets, self._ready, self._finished,
+            *tensors, records.units, self._launches, self._joined, self._ready, self._finished,
             **{**sizes, "U": records.max_units},
-            BLOCK=block_for(sizes["n"], self.num_warps), TOUCH=False, PROGRAMS=self.programs,
-            UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self.num_warps,
+            BLOCK=block_for(sizes["n"], self.fused_warps), TOUCH=False, EARLY=early,
+            PROGRAMS=self.programs, UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records),
+            num_warps=self.fused_warps, **launched(early),
         )  # fmt: skip
         return out
 

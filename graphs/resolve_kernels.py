@@ -222,6 +222,23 @@ def place(
 
 
 @triton.jit
+def begin_early(
+    mapping, score, mark, control, counters, layer_idx,
+    E: tl.constexpr, S: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Before a plan in a kernel that is launched early: fetch the layer's rows, last used a step
+    ago, together and while the kernel before ends; then wait for that. The plan reads them."""
+    let_next_begin()
+    e, s = tl.arange(0, E_BLOCK), tl.arange(0, S_BLOCK)
+    tl.load(control + layer_idx * NUM_CONTROL, volatile=True)
+    tl.load(counters + layer_idx * NUM_COUNTERS, volatile=True)
+    tl.load(mapping + layer_idx * E + e, mask=e < E, other=0, volatile=True)
+    tl.load(mark + layer_idx * S + s, mask=s < S, other=0, volatile=True)
+    tl.load(score + layer_idx * S + s, mask=s < S, other=0, volatile=True)
+    await_last()
+
+
+@triton.jit
 def plan(
     topk_ids, padding, out,
     mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
@@ -230,12 +247,12 @@ def plan(
     E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
     PAD: tl.constexpr, HIT: tl.constexpr, INSERT: tl.constexpr,
-    HOOK: tl.constexpr, TOUCH: tl.constexpr, EARLY: tl.constexpr,
+    HOOK: tl.constexpr, TOUCH: tl.constexpr,
 ):  # fmt: skip
     """One plan of one layer. Four dependent reads when everything is resident; the rest only if
     something is absent. With HOOK, prefetches of the layer are committed first. With TOUCH, nothing
-    is brought in: the absent come out as slot -1. EARLY says that the kernel is launched before the
-    last one has ended."""
+    is brought in: the absent come out as slot -1. Returns how many assignments were to absent
+    experts."""
     mapping += layer_idx * E
     owner += layer_idx * S
     score += layer_idx * S
@@ -245,18 +262,6 @@ def plan(
     control += layer_idx * NUM_CONTROL
     counters += layer_idx * NUM_COUNTERS
     stamps += layer_idx * NUM_STAMPS
-
-    if EARLY:
-        let_next_begin()
-        # The layer's rows were last used a step ago. Now they come together and while the last
-        # kernel ends, not one after the other; the values are read below.
-        e, s = tl.arange(0, E_BLOCK), tl.arange(0, S_BLOCK)
-        tl.load(control, volatile=True)
-        tl.load(counters, volatile=True)
-        tl.load(mapping + e, mask=e < E, other=0, volatile=True)
-        tl.load(mark + s, mask=s < S, other=0, volatile=True)
-        tl.load(score + s, mask=s < S, other=0, volatile=True)
-        await_last()
 
     now = tl.load(clock)
     step = tl.load(clock + 1)
@@ -317,6 +322,7 @@ def plan(
     tl.store(control + PLAN, seq)
     tl.store(control + FIRST_PLAN, first_seq)
     tl.store(control + STEP, step)
+    return both >> 16
 
 
 HIT: Any = None
@@ -333,12 +339,14 @@ def resolve_kernel(
     BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
     PAD: tl.constexpr, HOOK: tl.constexpr, TOUCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        begin_early(mapping, score, mark, control, counters, layer_idx, E, S, E_BLOCK, S_BLOCK)
     plan(
         topk_ids, padding, out,
         mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
         entries, entry_count, progress, demand, bytes_before, header,
         layer_idx, n, row_stride, E, S, U, F, TOP_K,
-        BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH, EARLY,
+        BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from graphs import (
     RecordTable,
     field_of,
 )
+from graphs.fill_kernels import CLOSED
 from prefetch_runtime.policies import create_device_form
 
 ON_GPU = torch.cuda.is_available()
@@ -198,6 +199,27 @@ def test_nothing_is_copied_when_all_hit() -> None:
     assert layer.is_untouched(1)
 
 
+@pytest.mark.skipif(ON_GPU, reason="there the other programs copy what is dealt to them")
+def test_a_copy_is_dealt_out_among_those_who_joined_it_in_time() -> None:
+    # Interpreted, programs run one after the other: all but the first find nothing to do.
+    table = make_table()
+    layer = Layer.make(12, 5, [UNIT_BYTES * 6])
+    fill = make_fill([layer], table, programs=3)
+    (slots,) = layer.slots
+    fill.resolve_and_fill(0, ids_of(7))
+    assert layer.holds(0, 7), "alone it copies everything"
+    assert fill._joined[0].tolist() == [0, CLOSED.value], "who comes now is too late"
+    fill._joined[0, 0] = 2  # as if two had seen that an expert is absent
+    fill.resolve_and_fill(0, ids_of(8))
+    units = slots[1].view(6, UNIT_BYTES).cpu()
+    theirs = layer.host[8].view(-1)[: UNIT_BYTES * 6].view(6, UNIT_BYTES)
+    copied = [bool(torch.equal(units[i], theirs[i])) for i in range(6)]
+    assert copied == [True, False, False, True, False, False]
+    fill.resolve_and_fill(0, ids_of(7, 8))
+    fill.resolve_and_fill(0, ids_of(9))
+    assert layer.holds(2, 9), "nobody is left over from earlier launches"
+
+
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_a_listed_expert_is_copied_from_the_given_unit_on(programs: int) -> None:
     table = make_table()
@@ -283,7 +305,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["split", "early", "fused"])
+@pytest.mark.parametrize("form", ["split", "split, early", "fused", "fused, early"])
 def test_a_captured_fill_follows_routing_that_changes_between_replays(form: str) -> None:
     rng = np.random.default_rng(4)
     num_experts, num_slots = 64, 20
@@ -299,11 +321,12 @@ def test_a_captured_fill_follows_routing_that_changes_between_replays(form: str)
         slots = []
         for layer_idx in range(len(layers)):
             ids = topk_ids[layer_idx] + 0  # written by the kernel before, as by a router
-            if form == "fused":
-                slots.append(fill.resolve_and_fill(layer_idx, ids))
+            early = form.endswith("early")
+            if form.startswith("fused"):
+                slots.append(fill.resolve_and_fill(layer_idx, ids, early=early))
             else:
-                slots.append(table.resolve(layer_idx, ids, early=form == "early"))
-                fill.fill(layer_idx, early=form == "early")
+                slots.append(table.resolve(layer_idx, ids, early=early))
+                fill.fill(layer_idx, early=early)
         return torch.stack(slots)
 
     def routing() -> torch.Tensor:

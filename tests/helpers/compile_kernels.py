@@ -108,11 +108,14 @@ def main() -> int:
                 )  # fmt: skip
                 about = f"resolve {policy} hook={hook} {padding.name}"
                 results.append(check(about, ptx, holds=not_early))
-        ptx = compile_kernel(
-            resolve_fill_kernel, 16,
-            **table | {"BLOCK": 512}, **copy, HOOK=True, PAD=2, PROGRAMS=8,
-        )  # fmt: skip
-        results.append(check(f"resolve_fill {policy}", ptx, holds=moves_16_bytes))
+        for hook, early in ((True, False), (False, False), (False, True)):
+            ptx = compile_kernel(
+                resolve_fill_kernel, 4,
+                **table | {"BLOCK": 128}, **copy, HOOK=hook, PAD=2, PROGRAMS=8, EARLY=early,
+            )  # fmt: skip
+            about = f"resolve_fill {policy} hook={hook} early={early}"
+            results.append(check(about, ptx, holds=moves_16_bytes))
+            results.append(check(about, ptx, holds=begins_early if early else not_early))
     wide = {"E": 1000, "S": 777, "BLOCK": 8192, "E_BLOCK": 1024, "S_BLOCK": 1024, "TOP_K": 3}
     ptx = compile_kernel(
         resolve_kernel, 8,
