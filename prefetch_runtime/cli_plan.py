@@ -21,7 +21,7 @@ from prefetch_runtime.hit_rates import (
     matching_curve,
 )
 from prefetch_runtime.model_refusals import moe_backend, why_refused
-from prefetch_runtime.model_shape import ModelError, load_config
+from prefetch_runtime.model_shape import ModelError, load_config, most_positions
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.plan import CARDS, UTILIZATION, Gpu, Planner, Workload, rounded, typical_gpu
 from prefetch_runtime.plan_levers import better_batch
@@ -99,6 +99,7 @@ def plan(
     config = load_config(model)
     refused = why_refused(config)
     sizes = _sizes(model, config, refused, as_json=as_json)
+    _check_context(context, most_positions(config))
     planned = _mode(mode)
     if host_us is not None and planned != "segmented":
         raise ConfigError(
@@ -190,6 +191,16 @@ def _sizes(model: str, config: dict[str, Any], refused: str | None, *, as_json: 
     else:
         plan_report.print_refusal(refused)
     raise typer.Exit(1)
+
+
+def _check_context(asked: int | None, most: int | None) -> None:
+    if asked is not None and most is not None and asked > most:
+        raise ConfigError(
+            f"--context {asked}: the model takes sequences of {most} tokens "
+            "(max_position_embeddings, rope scaling counted), and vLLM refuses a longer "
+            f"--max-model-len; give at most {most}, or a config.json with the rope scaling that "
+            "you will serve with"
+        )
 
 
 def _staging_slots(asked: str) -> int | Literal["auto"]:

@@ -8,11 +8,14 @@ from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.expert_tensors import misfit
 from prefetch_runtime.model_refusals import refused_family, refused_line, why_refused
 from prefetch_runtime.model_shape import (
+    NUM_EXPERTS,
     ModelError,
+    check_whole,
     expert_shape,
     find_folder,
     may_have_experts,
     read_config,
+    sources,
 )
 from prefetch_runtime.shapes import SHAPES
 
@@ -53,6 +56,8 @@ def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig
     if refused is not None:
         raise ModelError(refused_line(refused))
     if shape is None:
+        for part in sources(declared):
+            check_whole(part, *NUM_EXPERTS)
         if may_have_experts(declared):  # in a place that is not known here
             return
         raise ModelError(

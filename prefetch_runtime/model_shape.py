@@ -304,6 +304,16 @@ def may_have_experts(config: object) -> bool:
     return False
 
 
+def check_whole(config: dict[str, Any], *names: str) -> None:
+    """Raise ModelError where the first of the names that is there holds no kind of whole number."""
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is not None and isinstance(config[name], str | float | dict):
+        raise ModelError(
+            f"the config.json has {name} {str(config[name])[:40]!r}, which is no whole number; "
+            "take the file from where the model comes from"
+        )
+
+
 def first_int(config: dict[str, Any], *names: str) -> int | None:
     """The first positive number under one of the names; of a number per layer, the largest."""
     for name in names:

@@ -13,6 +13,7 @@ from prefetch_runtime.model_shape import (
     NUM_EXPERTS,
     TOP_K,
     ModelError,
+    check_whole,
     expert_shape,
     first_int,
     sources,
@@ -31,6 +32,22 @@ KNOWN_FAMILIES = (
 
 _WITHOUT_KV = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 """Entries of `layer_types` whose layers keep a state of one size."""
+
+_LINEAR_KEYS = (
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+)
+
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_COUNT = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "num_shared_expert",
+    "moe_num_shared_experts",
+)
+"""What the models that vLLM serves call the experts that every token takes."""
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _RECORD_ALIGNMENT = 256
@@ -120,8 +137,11 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         ModelError: a dense model, a number that is missing or absurd, or an unknown format.
     """
     if expert_shape(config) is None:
+        for part in sources(config):
+            check_whole(part, *NUM_EXPERTS)
         raise ModelError(
-            "the config.json declares no experts (a dense model), so there is nothing to plan"
+            "the config.json declares no experts (a dense model), so there is nothing to plan; "
+            "serve it with plain vllm serve"
         )
     text = next(s for s in reversed(sources(config)) if first_int(s, *NUM_EXPERTS))
     notes: list[str] = []
@@ -153,25 +173,29 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         tensors += [*plain.tensors(2 * inner, 1), *plain.tensors(hidden, 1)]
 
     attention, kv_elements = _attention(text, hidden, dense)
-    shared = _shared_intermediate(text, inner)
+    attending = sum(_keeps_kv(text, index) for index in range(num_layers))
+    linear = _linear_attention(text, hidden, dense, plain)
+    if attending < num_layers:
+        taken = ", and their weights are taken to be those of attention" if linear is None else ""
+        notes.append(
+            f"{num_layers - attending} of the {num_layers} layers keep a state in place of a KV "
+            f"cache; it is not counted{taken}"
+        )
+    shared = _shared_intermediate(text, family, inner)
     vocabulary = plain.nbytes(_bounded(text, "vocab_size"), hidden)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
     dense_layers = num_layers - moe_layers
     read = (
         vocabulary
-        + num_layers * (attention + plain.nbytes(2, hidden))
+        + num_layers * plain.nbytes(2, hidden)
+        + attending * attention
+        + (num_layers - attending) * (attention if linear is None else linear)
         + plain.nbytes(1, hidden)
         + moe_layers * plain.nbytes(num_experts, hidden)
         + (moe_layers * dense.nbytes(3 * shared, hidden) if shared else 0)
         + (dense_layers and dense_layers * dense.nbytes(3 * _dense_inner(text), hidden))
     )
     windowed = _windowed_layers(text, num_layers)
-    attending = sum(_keeps_kv(text, index) for index in range(num_layers))
-    if attending < num_layers:
-        notes.append(
-            f"{num_layers - attending} of the {num_layers} layers keep a state in place of a KV "
-            "cache; it is not counted, and their weights are taken to be those of attention"
-        )
     kv_layer = kv_elements * (plain.bits // 8)
     return ModelSizes(
         model_type=family,
@@ -194,6 +218,7 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
 
 def _bounded(config: dict[str, Any], *names: str, most: int = _LARGEST) -> int:
     """The first positive number under one of the names; ModelError if there is none, or absurd."""
+    check_whole(config, *names)
     value = _optional(config, *names, most=most)
     if value is None:
         raise ModelError(f"the config.json has no positive whole number {' or '.join(names)}")
@@ -212,7 +237,12 @@ def _has_experts(text: dict[str, Any], layer: int) -> bool:
     only_dense = text.get("mlp_only_layers")
     if isinstance(only_dense, list) and layer in only_dense:
         return False
-    if layer < (_optional(text, "first_k_dense_replace") or 0):
+    if layer < (_optional(text, "first_k_dense_replace", "moe_layer_start_index") or 0):
+        return False
+    last = _optional(text, "moe_layer_end_index")  # ERNIE 4.5, as the two beside it
+    if (last is not None and layer > last) or (layer + 1) % (
+        _optional(text, "moe_layer_interval") or 1
+    ):
         return False
     every = text.get("moe_layer_freq")
     if isinstance(every, list):  # one flag per layer
@@ -248,7 +278,9 @@ def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int,
     if latent is None:
         size = _optional(text, "head_dim") or max(1, hidden // heads)
         groups = _optional(text, "num_key_value_heads") or heads
-        fused = (heads + 2 * groups) * size
+        # Qwen3-Next and 3.5 gate what attention yields, by as many columns as there are queries.
+        gated = _LINEAR_KEYS[0] in text and text.get("attn_output_gate", True)
+        fused = ((2 if gated else 1) * heads + 2 * groups) * size
         return linear.nbytes(fused, hidden) + linear.nbytes(hidden, heads * size), 2 * groups * size
     # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds the latent.
     nope, rope = _bounded(text, "qk_nope_head_dim"), _bounded(text, "qk_rope_head_dim")
@@ -265,10 +297,24 @@ def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int,
     return nbytes + linear.nbytes(hidden, heads * value), latent + rope
 
 
-def _shared_intermediate(text: dict[str, Any], inner: int) -> int:
+def _linear_attention(
+    text: dict[str, Any], hidden: int, dense: _Format, plain: _Format
+) -> int | None:
+    """Bytes of one gated delta net's weights (Qwen3-Next); None where the config has no such."""
+    if any(_optional(text, name) is None for name in _LINEAR_KEYS):
+        return None
+    key_heads, key, value_heads, value = (_bounded(text, name) for name in _LINEAR_KEYS)
+    keys, values = key_heads * key, value_heads * value
+    kernel = _optional(text, "linear_conv_kernel_dim") or 4
+    nbytes = dense.nbytes(2 * keys + 2 * values, hidden) + dense.nbytes(hidden, values)
+    return nbytes + plain.nbytes(2 * value_heads, hidden) + plain.nbytes(2 * keys + values, kernel)
+
+
+def _shared_intermediate(text: dict[str, Any], family: str, inner: int) -> int:
     """Intermediate size of the experts that every token takes, together; 0 without any."""
-    width = _optional(text, "shared_expert_intermediate_size")
-    return width or (_optional(text, "n_shared_experts", "num_shared_experts") or 0) * inner
+    if family == "llama4_text":  # always one; no key says so
+        return inner
+    return _optional(text, *_SHARED_WIDTH) or (_optional(text, *_SHARED_COUNT) or 0) * inner
 
 
 def _dense_inner(text: dict[str, Any]) -> int:

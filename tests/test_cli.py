@@ -526,6 +526,16 @@ class TestBadInput:
             "leave 'slots_per_layer' (--moe-expert-cache-size) out",
         )
 
+    @BOTH
+    def test_a_number_of_experts_that_is_none_makes_no_dense_model(
+        self, command: list[str], changed_tiny: Callable[..., str], run: Callable[..., Ran]
+    ) -> None:
+        model = changed_tiny(num_experts="32")
+        _refused(
+            run(command[0], model, *command[1:], "--moe-expert-cache-size", "8"),
+            "has num_experts '32', which is no whole number; take the file from where",
+        )
+
     def _all_refuse(self, run: Callable[..., Ran], model: str, line: str) -> None:
         """`plan` says it, and what would start vLLM says the same in its place."""
         slots = ["--moe-expert-cache-size", "8"]

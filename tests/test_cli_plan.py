@@ -52,6 +52,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return go
 
 
+def test_a_context_that_vllm_would_refuse(
+    tmp_path: Path, qwen: str, run: Callable[..., Ran]
+) -> None:
+    size = "--gpu-gib", "24", "--context"
+    assert run("plan", qwen, *size, "40960").status == 0
+    refused = run("plan", qwen, *size, "40961")
+    assert refused.status == 2
+    assert refused.out == ""
+    assert "--context 40961: the model takes sequences of 40960 tokens" in refused.err
+    assert "give at most 40960" in refused.err
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    longer = _folder(tmp_path, {**QWEN3_30B.config, "rope_scaling": yarn})
+    assert run("plan", longer, *size, "131072").status == 0
+
+
 @pytest.fixture
 def qwen(tmp_path: Path) -> str:
     return _folder(tmp_path, QWEN3_30B.config)

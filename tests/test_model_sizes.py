@@ -14,11 +14,15 @@ from prefetch_runtime.shapes import SHAPES
 from tests.helpers.model_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    ERNIE_4_5,
     GPT_OSS_20B,
+    LLAMA_4_MAVERICK,
+    LLAMA_4_SCOUT,
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
     QWEN3_30B,
+    QWEN3_NEXT,
     PublicModel,
 )
 
@@ -112,6 +116,50 @@ class TestPublicModels:
         assert sizes.experts_bytes + sizes.dense_bytes == pytest.approx(weights, rel=0.01)
 
 
+class TestOtherFamilies:
+    """Those that are no plain decoder; parameters of their text models, in 1e9, as published."""
+
+    @pytest.mark.parametrize(
+        ("config", "moe_layers", "billions"),
+        [
+            (LLAMA_4_SCOUT, 48, 107.77),
+            (LLAMA_4_MAVERICK, 24, 400.71),
+            (QWEN3_NEXT, 48, 79.67),
+            (ERNIE_4_5, 27, 21.83),
+        ],
+        ids=["llama 4 scout", "llama 4 maverick", "qwen3-next", "ernie 4.5"],
+    )
+    def test_the_parameters_add_up_to_what_is_published(
+        self, config: dict[str, Any], moe_layers: int, billions: float
+    ) -> None:
+        sizes = model_sizes(config)
+        assert sizes.num_moe_layers == moe_layers
+        found = (sizes.experts_bytes + sizes.dense_bytes) / 2 / 1e9
+        assert found == pytest.approx(billions, abs=0.01)
+
+    def test_weights_of_linear_attention_are_counted_or_said_not_to_be(self) -> None:
+        assert model_sizes(QWEN3_NEXT).notes[-1].endswith("it is not counted")
+        unknown = {k: v for k, v in QWEN3_NEXT.items() if k != "linear_value_head_dim"}
+        assert "their weights are taken to be" in model_sizes(unknown).notes[-1]
+
+    @pytest.mark.parametrize(
+        ("changes", "inner"),
+        [
+            ({"shared_intermediate_size": 1536}, 1536),  # Granite
+            ({"num_shared_expert": [2] * 48}, 2 * 768),  # HunYuan
+            ({"moe_num_shared_experts": 2}, 2 * 768),
+            ({"n_shared_experts": 1}, 768),
+        ],
+        ids=str,
+    )
+    def test_experts_that_every_token_takes_are_counted(
+        self, changes: dict[str, Any], inner: int
+    ) -> None:
+        added = model_sizes({**QWEN3_30B.config, **changes}).dense_bytes
+        added -= model_sizes(QWEN3_30B.config).dense_bytes
+        assert added == 48 * 3 * inner * 2048 * 2
+
+
 class TestLayers:
     @pytest.mark.parametrize(
         ("changes", "expected"),
@@ -120,6 +168,8 @@ class TestLayers:
             ({"mlp_only_layers": [0, 1, 47, 99]}, 45),
             ({"first_k_dense_replace": 3, "moe_layer_freq": 2}, 22),
             ({"moe_layer_freq": [0] + [1] * 47}, 47),
+            ({"moe_layer_start_index": 1, "moe_layer_end_index": -1}, 47),
+            ({"moe_layer_start_index": 1, "moe_layer_end_index": 10, "moe_layer_interval": 2}, 5),
         ],
         ids=str,
     )
@@ -299,8 +349,17 @@ class TestBadConfigs:
         with pytest.raises(ModelError, match="absurd num_hidden_layers, more than 10000"):
             model_sizes({**QWEN3_30B.config, "num_hidden_layers": 1_000_000})
 
+    @pytest.mark.parametrize("value", ["128", 128.0, float("inf"), {"a": 1}], ids=str)
+    @pytest.mark.parametrize("name", ["num_experts", "moe_intermediate_size"])
+    def test_what_is_no_whole_number_is_not_passed_over(self, name: str, value: object) -> None:
+        with pytest.raises(ModelError, match=f"has {name} .* no whole number; take the file"):
+            model_sizes({**QWEN3_30B.config, name: value})
+
     def test_a_dense_model_has_nothing_to_plan(self) -> None:
-        with pytest.raises(ModelError, match="a dense model"):
+        with pytest.raises(
+            ModelError,
+            match=r"a dense model\), so there is nothing to plan; serve it with plain vllm serve",
+        ):
             model_sizes({"model_type": "llama", "hidden_size": 4096})
 
     def test_more_experts_per_token_than_there_are(self) -> None:

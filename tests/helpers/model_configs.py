@@ -144,3 +144,65 @@ GPT_OSS_20B = PublicModel(
     },
     20.915,
 )
+
+# Of no family that `model_sizes` knows whole; of the multimodal ones the text models.
+_LLAMA_4_TEXT: dict[str, Any] = {
+    "model_type": "llama4_text",
+    "dtype": "bfloat16",
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "vocab_size": 202048,
+    "tie_word_embeddings": False,
+}
+LLAMA_4_SCOUT: dict[str, Any] = {"model_type": "llama4", "text_config": _LLAMA_4_TEXT}
+LLAMA_4_MAVERICK: dict[str, Any] = {
+    "model_type": "llama4",
+    "text_config": {**_LLAMA_4_TEXT, "num_local_experts": 128, "interleave_moe_layer_step": 2},
+}
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+ERNIE_4_5: dict[str, Any] = {
+    "model_type": "ernie4_5_moe",
+    "dtype": "bfloat16",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "moe_num_experts": 64,
+    "moe_k": 6,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 27,
+    "moe_layer_interval": 1,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "vocab_size": 103424,
+    "tie_word_embeddings": True,
+}
