@@ -31,10 +31,7 @@ class FrequencyPredictor:
         self._shape.check_layer(layer_idx)
         counts = self.counts[layer_idx]
         ids = topk_ids[topk_ids >= 0]
-        if ids.size > 64:
-            counts += np.bincount(ids, minlength=counts.size).astype(np.int32)
-        else:
-            np.add.at(counts, ids, 1)
+        counts += np.bincount(ids, minlength=counts.size).astype(np.int32)
         if counts.max() >= _LIMIT:
             counts >>= 1
 

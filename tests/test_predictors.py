@@ -1,5 +1,6 @@
 """Predictors: the contract, each one's ranking, and the learned tables."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,24 @@ def test_transition_counts_every_pair_of_one_token_and_of_several() -> None:
     assert (one.counts == several.counts).all()
     assert one.counts[0, 0, 6] == 2
     assert one.counts[0, 2].tolist() == [0, 0, 0, 0, 2, 1, 1, 0]
+
+
+def test_transition_learns_a_wide_step_for_little_more_than_a_token() -> None:
+    shape = PredictorShape(num_layers=2, num_experts=128, top_k=8)
+    rng = np.random.default_rng(0)
+    seconds: dict[int, float] = {}
+    for tokens in (1, 64):
+        predictor = create_predictor("transition", shape)
+        topk_ids = rng.random((tokens, 128)).argsort(axis=1)[:, :8]
+        rounds = []
+        for _ in range(10):  # the least disturbed of them
+            start = time.process_time()
+            for _ in range(20):
+                predictor.observe(0, topk_ids)
+                predictor.observe(1, topk_ids)
+            rounds.append(time.process_time() - start)
+        seconds[tokens] = min(rounds)
+    assert seconds[64] < 10 * seconds[1]
 
 
 def test_transition_looks_as_far_ahead_as_it_is_told() -> None:
