@@ -252,6 +252,13 @@ class DeviceSlotTable:
             self._prefetch.demand.zero_()
             self._prefetch.epoch.zero_()
 
+    def restart_counters(self) -> None:
+        """Count from zero; nothing else changes. Between steps only."""
+        self.require_open()
+        self.counters.zero_()
+        self.stamps.zero_()
+        self.clocks[Clock.MISSED_IN :].zero_()
+
     def advance(self) -> None:
         """Begin the next step: once per replay, before the first layer."""
         self.require_open()

@@ -501,13 +501,25 @@ class DeviceScheduler(Scheduler):
     def reset(self) -> None:
         """Empty every slot and restart the counters. Between steps only."""
         self._copier.synchronize()
-        self._stalls.clear()
         self.table.clear()
+        self._restart_counters()
+
+    def _restart_counters(self) -> None:
+        self._stalls.clear()
+        self.table.restart_counters()
         if self._control is not None:
             self._control.restart()
         self.host_calls = 0
         for layer in self.layers:
             layer.waves = layer.ahead_in_vain = 0
+
+    def _bring_all_in(self, layer: LayerCache, top_k: int) -> None:
+        """By plans of the shape that steps have, whose kernels `warm_up` has loaded."""
+        num_experts = self.table.num_experts
+        rows = -(-num_experts // top_k)
+        ids = torch.full((rows * top_k,), -1, dtype=torch.int32, device=self._device)
+        ids[:num_experts] = torch.arange(num_experts, dtype=torch.int32, device=self._device)
+        self._resolve(layer.layer_idx, ids.view(rows, top_k))
 
     def close(self) -> None:
         """Drain the copies and free the tables. Captured graphs go first. Safe to call twice."""

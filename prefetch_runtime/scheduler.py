@@ -710,16 +710,35 @@ class Scheduler:
             self._polled.clear()
         for layer in self._layers.values():
             layer.table.clear()
-            layer.experts_read = layer.steps = layer.waves = layer.ahead_in_vain = 0
-            layer.last_step = -1
             self._publish(layer)
         self._is_torn = False
         self._now = 1
+        self._restart_counters()
+
+    def _restart_counters(self) -> None:
+        for layer in self._layers.values():
+            layer.table.restart_counters()
+            layer.experts_read = layer.steps = layer.waves = layer.ahead_in_vain = 0
+            layer.last_step = -1
         self._missed_in = self._steps_with_misses = 0
         self._stalls.clear()
         if self._controller is not None:
             self._controller.restarted()
         self.host_calls = 0
+
+    def preload(self, top_k: int) -> int:
+        """Bring in all experts of the layers that have a slot for each: no step of theirs misses.
+        Counts nothing. After `reset`, before the first step. Returns how many layers those are."""
+        whole = [
+            layer for layer in self.layers if layer.buffers.num_slots == layer.store.num_experts
+        ]
+        for layer in whole:
+            self._bring_all_in(layer, top_k)
+        self._restart_counters()
+        return len(whole)
+
+    def _bring_all_in(self, layer: LayerCache, top_k: int) -> None:  # noqa: ARG002 - for `full`
+        self._fetch(layer, np.arange(layer.store.num_experts))
 
     def close(self) -> None:
         """Drain the copies and free what the scheduler holds. Safe to call twice."""

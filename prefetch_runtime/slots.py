@@ -121,7 +121,7 @@ class SlotTable:
     `mapping` [E] intp: slot of each resident expert, -1 for the others.
     `owner` [S] intp: expert resident or in flight in each slot, -1 when empty.
     `score` [S] int32: the policy's score, EMPTY_SCORE unless an expert is resident.
-    `counters`: what happened since construction or `clear()`.
+    `counters`: what happened since construction, `clear()` or `restart_counters()`.
     Read them freely; only the methods change them. `now` is the step clock of the whole model: at
     least 1, never decreasing. Every method checks its arguments before it changes anything.
     """
@@ -167,6 +167,10 @@ class SlotTable:
         self._now = 1
         self._clock_origin = 0
         self.policy.reset(self.num_experts)
+        self.restart_counters()
+
+    def restart_counters(self) -> None:
+        """Count from zero; nothing else changes."""
         self.counters = SlotCounters()
 
     def plan(self, expert_ids: npt.ArrayLike, now: int) -> SlotPlan:

@@ -20,6 +20,7 @@ from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.staging import StagingRing
 from prefetch_runtime.waves import worst_waves
 from tests.helpers.model_configs import QWEN3_30B
+from tests.helpers.small_cache import small_cache
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 2, 12, 5, 2
@@ -75,6 +76,29 @@ def test_it_decides_what_the_host_decides(policy: str) -> None:
         for counter in ("hits", "misses", "evictions", "bytes_copied"):
             assert getattr(ours, counter) == getattr(theirs, counter)
     assert device.stats().total("evictions") > 0
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 8])
+def test_with_a_slot_for_each_expert_no_step_misses_after_a_preload(top_k: int) -> None:
+    cache = small_cache(8, 8, num_layers=2, scheduler_class=DeviceScheduler, id_for_padding=0)
+    scheduler = cache.scheduler
+    scheduler.seal()
+    scheduler.begin_step()
+    scheduler.fetch(0, _ids([6, 2]))
+    scheduler.reset()
+    assert scheduler.preload(top_k) == 2
+    assert audit(scheduler) == []
+    counters = ("hits", "misses", "evictions", "steps", "bytes_copied")
+    assert [scheduler.stats().total(name) for name in counters] == [0] * 5
+    assert scheduler.stats().steps_with_misses == 0
+    for _ in range(2):
+        scheduler.begin_step()
+        for layer_idx in range(2):
+            scheduler.fetch(layer_idx, _ids([7, 0], [3, 4]))
+    stats = scheduler.stats()
+    assert [stats.total(name) for name in counters] == [16, 0, 0, 4, 0]
+    assert stats.steps_with_misses == 0
+    assert audit(scheduler) == []
 
 
 def _with_ring(kind: type[Scheduler]) -> type[Scheduler]:

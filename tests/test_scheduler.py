@@ -720,6 +720,30 @@ def test_reset_empties_the_slots_and_restarts_the_counters() -> None:
     assert torch.equal(_step(cache, [0, 5]), first)
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfru", "forecast"])
+def test_with_a_slot_for_each_expert_no_step_misses_after_a_preload(policy: str) -> None:
+    cache = small_cache(8, 8, num_layers=2, policy=policy)
+    _step(cache, [3, 1])
+    cache.scheduler.reset()
+    assert cache.scheduler.preload(top_k=2) == 2
+    assert audit(cache.scheduler) == []
+    assert sorted(cache.mapping(1)) == list(range(8))
+    empty = cache.scheduler.stats()
+    counters = ("hits", "misses", "waves", "steps", "bytes_copied")
+    assert [empty.total(name) for name in counters] == [0] * 5
+    assert empty.steps_with_misses == 0
+    _step(cache, [0, 5])
+    stats = cache.scheduler.stats()
+    assert [stats.total(name) for name in counters] == [2, 0, 1, 1, 0]
+    assert audit(cache.scheduler) == []
+
+
+def test_fewer_slots_than_experts_are_left_empty_by_a_preload() -> None:
+    cache = small_cache(8, 7)
+    assert cache.scheduler.preload(top_k=2) == 0
+    assert cache.mapping() == [-1] * 8
+
+
 def test_stats_say_what_the_cache_holds() -> None:
     cache = small_cache(num_experts=8, num_slots=4, num_layers=2)
     _step(cache, [0, 1])

@@ -1,5 +1,6 @@
 """What the worker builds once and every MoE layer uses: store, copier, scheduler, slot counts."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -169,6 +170,22 @@ class PrefetchEngine:
         """Load the kernels: before vLLM first captures a graph, and again costs little."""
         most = self._vllm_config.scheduler_config.max_num_batched_tokens
         self.scheduler.warm_up(self._top_k, most)
+
+    def preload(self) -> None:
+        """Fill the layers whose experts all have a slot, so that no request waits for them."""
+        started = time.perf_counter()
+        scheduler = self.scheduler
+        num_layers = scheduler.preload(self._top_k)
+        if num_layers == 0:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        logger.info(
+            "Expert cache: all experts of %d of %d MoE layers are on the device (%.1f s)",
+            num_layers,
+            len(scheduler.layers),
+            time.perf_counter() - started,
+        )
 
     def check_gates(self, who: str, remedy: str) -> None:
         """Raise ConfigError, with who needs them, unless every MoE layer's router was found."""

@@ -132,6 +132,7 @@ class PrefetchWorker(BaseWorker):
         times = super().compile_or_warm_up_model()
         if self.prefetch_engine is not None:
             self.prefetch_engine.scheduler.reset()
+            self.prefetch_engine.preload()
             if self.prefetch_config.metrics:
                 self.prefetch_metrics = start_metrics(self.prefetch_engine.scheduler, self.device)
         return times

@@ -103,7 +103,7 @@ def test_fewer_slots_miss_more_and_a_slot_for_each_expert_evicts_nothing(
     assert len(set(misses)) == 4
     assert stats[0].total("evictions") > 0
     assert stats[3].total("evictions") == 0
-    assert all(layer.misses <= 32 for layer in stats[3].layers)
+    assert stats[3].total("misses") == 0, "all were brought in before the first request"
     for entry in stats:
         assert entry.total("bytes_copied") == entry.total("misses") * 3 * 64 * 128 * 2
 
