@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -194,11 +194,7 @@ def serve(
     config = PrefetchConfig.from_mapping(settings)
     of_file = [] if file is None else [f"--{option}" for option in file.options]
     check_model(model, config, as_declared=not overrides_model([*passed_on, *of_file]))
-    if given and not config.enabled and slots is None:
-        raise ConfigError(
-            f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
-            f"{spelled('slots_per_layer')}"
-        )
+    _refuse_idle(given, settings, config)
     _say_if_off(config, slots)
     # -P: what lies in the user's folder, such as a graphs.py, is not imported in our place.
     command = [sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve"]
@@ -227,6 +223,26 @@ def serve(
     # vLLM takes this process over, so that signals and the exit status are its own.
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+def _refuse_idle(
+    given: Mapping[str, Any], settings: Mapping[str, Any], config: PrefetchConfig
+) -> None:
+    """Raise ConfigError for a given option that would do nothing, other settings being as they are.
+
+    A size of 0 switches off what else is given, and so does `--predictor none`.
+    """
+    if given and not config.enabled and "slots_per_layer" not in given:
+        raise ConfigError(
+            f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
+            f"{spelled('slots_per_layer')}"
+        )
+    for key in ("predictor_widen", "prefetch_budget_mib"):
+        if config.enabled and key in given and "predictor" not in settings:
+            raise ConfigError(
+                f"nothing is predicted, so {spelled(key)} would do nothing; add "
+                f"{spelled('predictor')}"
+            )
 
 
 def _say_if_off(config: PrefetchConfig, slots: str | None) -> None:
@@ -323,6 +339,7 @@ def generate_command(
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"--temperature must be 0 or more, got {temperature}")
     config = PrefetchConfig.from_mapping(settings)
+    _refuse_idle(settings, settings, config)
     if config.enabled:
         refuse_on_cpu(
             config, is_eager=not compiled, compiled=f"{CPU_COMPILES}; leave out --compile"

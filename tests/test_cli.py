@@ -978,12 +978,27 @@ class TestServeOrder:
         assert ran.status == 2
         assert "give the model first: prefetch-runtime serve MODEL [options]" in ran.err
 
-    def test_a_setting_of_a_cache_that_is_off_is_refused(self, run: Callable[..., Ran]) -> None:
-        ran = run("serve", TINY, "--eviction-policy", "lfru")
-        assert ran.status == 2
-        assert (
-            "the expert cache is off, so 'policy' (--eviction-policy) would do nothing" in ran.err
-        )
+    @pytest.mark.parametrize("command", [["serve", TINY], ["generate", TINY, "-p", "x"]], ids=str)
+    def test_a_setting_that_would_do_nothing_is_refused(
+        self, command: list[str], run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cli, "generate", pytest.fail)
+        monkeypatch.setattr(os, "execv", pytest.fail)
+        for given, words in (
+            (["--eviction-policy", "lfru"], "cache is off, so 'policy' (--eviction-policy) would"),
+            (["--predictor", "next_gate"], "cache is off, so 'predictor' (--predictor) would"),
+            (
+                ["--moe-expert-cache-size", "8", "--prefetch-budget-mib", "1"],
+                "nothing is predicted, so 'prefetch_budget_mib' (--prefetch-budget-mib) would",
+            ),
+            (
+                ["--moe-expert-cache-size", "8", "--predictor-widen", "3"],
+                "nothing is predicted, so 'predictor_widen' (--predictor-widen) would",
+            ),
+        ):
+            ran = run(*command, *given, "--enforce-eager")
+            assert ran.status == 2
+            assert words in ran.err, given
 
 
 @pytest.mark.parametrize(
