@@ -24,7 +24,12 @@ from prefetch_runtime.config import (
     spelled,
 )
 from prefetch_runtime.demo import run_demo
-from prefetch_runtime.early_refusals import refuse_misspelt, refuse_on_cpu, refuse_options
+from prefetch_runtime.early_refusals import (
+    refuse_misspelt,
+    refuse_on_cpu,
+    refuse_options,
+    refuse_taken_port,
+)
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.model_shape import ModelError
 from prefetch_runtime.offline import WORKER_CLS, GenerationError, empty_log, generate
@@ -215,6 +220,7 @@ def serve(
         refuse_options(passed_on)
         eager = any(a.replace("_", "-").startswith("--enforce-e") for a in passed_on)
         refuse_on_cpu(config, is_eager=eager or file is not None)  # the file may say it, too
+        refuse_taken_port(passed_on)
         command += ["--worker-cls", WORKER_CLS]
     if config.enabled or ADDITIONAL_CONFIG_KEY in additional:
         additional[ADDITIONAL_CONFIG_KEY] = settings

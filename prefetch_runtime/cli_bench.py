@@ -92,7 +92,7 @@ def bench(
         "routing": routing,
     }
     settings |= {name: value for name, value in given.items() if value is not None}
-    if "model" not in settings and url is None:
+    if "model" not in settings and url is None and config is None:
         raise ConfigError(
             "say what to measure: a CONFIG.toml, --model NAME, or --quick to see that all works"
         )

@@ -3,6 +3,8 @@
 The worker's own checks (`vllm/checks.py`) stay: they see what vLLM makes of every option.
 """
 
+import errno
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -74,6 +76,41 @@ def refuse_options(passed_on: Sequence[str]) -> None:
     backend = given.get("--offload-backend", "auto")
     if backend in ("uva", "prefetch"):
         raise ConfigError(unsupported(f"--offload-backend {backend}", NO_OFFLOADERS))
+
+
+def refuse_taken_port(passed_on: Sequence[str]) -> None:
+    """A port of `vllm serve` on which another server listens.
+
+    vLLM finds it half a minute later, and says so in a traceback that does not name it. With
+    several API servers on both sides it finds nothing: the two would share the port, each
+    answering some of the requests.
+
+    Raises:
+        ConfigError: names the port.
+    """
+    given = dict.fromkeys(("--port", "--host"), "")
+    for argument, following in pairwise([*passed_on, ""]):
+        name, equals, value = argument.partition("=")
+        if name.startswith(("--po", "--ho")) and name in given:
+            given[name] = value if equals else following
+        elif name.startswith(("--po", "--ho", "--ud", "--headl", "--conf")):
+            return  # abbreviated, said elsewhere, or no port at all
+    port, host = given["--port"] or "8000", given["--host"]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        return  # vLLM's own error, or any port that is free
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {port} is taken by a server that runs already; end that one, or choose "
+                    "another --port"
+                ) from None
+        except UnicodeError:  # no name of a host, as vLLM will say
+            return
 
 
 def _number(text: str | None) -> float:

@@ -1289,6 +1289,7 @@ class TestCommand:
         ("arguments", "message"),
         [
             ([], "say what to measure"),
+            (["misspelt.toml"], "unknown setting 'modle'; did you mean 'model'?"),
             (["none.toml"], "there is no configuration file 'none.toml'"),
             (["--model", "qwen3-30b-a3b", "--minutes", "-1"], "--minutes must be positive"),
             (["--model", "qwen3-30b-a3b", "--engines", "ful"], "did you mean 'full'"),
@@ -1306,8 +1307,14 @@ class TestCommand:
         ids=lambda value: str(value)[:50],
     )
     def test_what_is_wrong_is_one_line_and_status_2(
-        self, arguments: list[str], message: str, run: Callable[..., tuple[int, str, str]]
+        self,
+        arguments: list[str],
+        message: str,
+        run: Callable[..., tuple[int, str, str]],
+        tmp_path: Path,
     ) -> None:
+        (tmp_path / "misspelt.toml").write_text('modle = "olmoe-1b-7b"\n')
+        arguments = [str(tmp_path / a) if a == "misspelt.toml" else a for a in arguments]
         status, out, err = run(*arguments)
         assert status == 2
         assert out == ""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -517,6 +518,30 @@ class TestBadInput:
             f"'slots_per_layer' (--moe-expert-cache-size) is {slots}, but",
             "routes each token to 4 of 32 experts; set it between 4 and 32",
         )
+
+    @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
+    @pytest.mark.parametrize("host", ["", "127.0.0.1"])
+    def test_a_port_on_which_a_server_listens(
+        self,
+        host: str,
+        is_shared: bool,
+        run: Callable[..., Ran],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(cli, "refuse_taken_port", early_refusals.refuse_taken_port)
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
+            other.bind((host, 0))
+            other.listen()
+            port = str(other.getsockname()[1])
+            serve = "serve", TINY, "--moe-expert-cache-size", "8", "--enforce-eager"
+            line = f"port {port} is taken by a server that runs already; end that one, or choose"
+            for where in (["--port", port], [f"--port={port}", "--host=127.0.0.1"]):
+                _refused(run(*serve, *where), line)
+            for where in (["--port=0"], ["--port", "x"], ["--uds", "s", "--port", port]):
+                early_refusals.refuse_taken_port(where)
+            early_refusals.refuse_taken_port(["--port", port, "--config", "file.yaml"])
+        early_refusals.refuse_taken_port(["--port", port])
 
     @BOTH
     def test_a_dense_model(self, command: list[str], dense: str, run: Callable[..., Ran]) -> None:
