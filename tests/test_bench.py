@@ -51,6 +51,7 @@ from prefetch_runtime.bench.session import Session
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
 from prefetch_runtime.shapes import shape_config
+from prefetch_runtime.trace import save_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "models" / "tiny-moe")
@@ -973,6 +974,22 @@ class TestRouting:
         ]
         demand = rates_for(trace, config, sizes, random_weights=True)(4).demand(128)
         assert demand.demanded == pytest.approx(sum(unique) / len(unique), rel=1e-6)
+
+    def test_a_predictor_that_guesses_needs_a_trace_with_guesses(
+        self, sizes: ModelSizes, tmp_path: Path
+    ) -> None:
+        full = make_routing(config_of(routing="uniform", batches=[1]), sizes)
+        assert full is not None
+        path = tmp_path / "t.npz"
+        save_trace(path, replace(full, next_gate=None))
+        given: dict[str, Any] = {"routing": str(path), "batches": [1]}
+        learning = config_of(**given, engines=["eager", "eager+transition"])
+        assert make_routing(learning, sizes) is not None
+        guessing = config_of(**given, engines=["eager", "full+next_gate"])
+        with pytest.raises(ConfigError, match=r"no next_gate, which 'full\+next_gate' predicts"):
+            make_routing(guessing, sizes)
+        save_trace(path, full)
+        assert make_routing(guessing, sizes) is not None
 
     def test_the_model_routes_when_nothing_is_said(self, sizes: ModelSizes) -> None:
         assert make_routing(config_of(), sizes) is None

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from prefetch_runtime.bench.config import ROUTINGS, BenchConfig
+from predictors import PredictorShape, create_predictor
+from prefetch_runtime.bench.config import ROUTINGS, BenchConfig, parse_engine
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.hit_rates import (
     UNIFORM,
@@ -31,7 +32,8 @@ def make_routing(config: BenchConfig, sizes: ModelSizes) -> Trace | None:
     """The trace of a measurement, with a step for the widest batch; None: the model routes.
 
     Raises:
-        ConfigError: a trace that cannot be read, is of another model, or has too few tokens.
+        ConfigError: a trace that cannot be read, is of another model, has too few tokens, or lacks
+            the guesses that an engine's predictor reads.
     """
     if config.routing == "model":
         return None
@@ -52,9 +54,21 @@ def make_routing(config: BenchConfig, sizes: ModelSizes) -> Trace | None:
         trace.require_model(
             num_layers=sizes.num_moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k
         )
-        return trace.batched(widest)
+        trace = trace.batched(widest)
     except (TraceError, OSError) as error:
         raise ConfigError(f"routing: {error}") from None
+    guessing = [name for name in config.engines if _needs_guesses(parse_engine(name).predictor)]
+    if guessing and trace.next_gate is None:
+        raise ConfigError(
+            f"routing: {config.routing} has no next_gate, which {guessing[0]!r} predicts from; "
+            "record it without --no-next-gate, or leave that engine out"
+        )
+    return trace
+
+
+def _needs_guesses(predictor: str) -> bool:
+    smallest = PredictorShape(num_layers=2, num_experts=1, top_k=1)
+    return create_predictor(predictor, smallest).needs_guesses
 
 
 def save_routing(trace: Trace, widest: int, path: Path) -> None:
