@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from prefetch_runtime.recorder import check_recorded
 from prefetch_runtime.scheduler import without_padding
 from prefetch_runtime.trace import Trace
 
@@ -143,6 +144,7 @@ class DeviceRecorder:
             TraceError: nothing has.
         """
         used = int(self._used.item())
+        check_recorded(used, self.num_dropped)
         steps = self._steps[:used].cpu().numpy()
         topk = self._topk[:, :used].transpose(0, 1).contiguous().cpu().numpy()
         guesses = self._guesses[:, :used].transpose(0, 1).contiguous().cpu().numpy()

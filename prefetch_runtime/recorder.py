@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefetch_runtime.trace import Trace
+from prefetch_runtime.trace import Trace, TraceError
 
 IntArray = npt.NDArray[np.int32]
 
@@ -31,11 +31,24 @@ class Recorder(Protocol):
         """What has been recorded. Raises TraceError if nothing has."""
 
 
+def check_recorded(num_tokens: int, num_dropped: int) -> None:
+    """Raise TraceError, with the reason, if a recording has no token."""
+    if num_tokens:
+        return
+    why = (
+        f"each step had more tokens than there was room for, {num_dropped} in all; raise "
+        "--max-trace-tokens"
+        if num_dropped
+        else "no step has run since prefetch_trace_start"
+    )
+    raise TraceError(f"nothing was recorded: {why}")
+
+
 class TraceRecorder:
     """Fed by the scheduler, layer by layer; a step is kept when all its layers have come."""
 
     def __init__(self, num_layers: int, num_experts: int, max_tokens: int) -> None:
-        """`max_tokens`: after so many the recorder keeps no more.
+        """`max_tokens`: in all; a step that is too wide for what is left of them is left out whole.
 
         Raises:
             ValueError: a size below 1.
@@ -54,7 +67,7 @@ class TraceRecorder:
         self._num_tokens = 0
         self._step = 0
         self.num_dropped = 0
-        """Tokens that came after `max_tokens`."""
+        """Tokens of the steps that were left out."""
 
     def record(self, layer_idx: int, topk_ids: IntArray, guesses: IntArray | None) -> None:
         """One layer's choice, [T, K], -1 in padding rows; guesses [T, G] for the next layer."""
@@ -96,12 +109,12 @@ class TraceRecorder:
         Raises:
             TraceError: nothing has.
         """
+        check_recorded(self._num_tokens, self.num_dropped)
         topk = [topk for _, topk, _ in self._steps]
         guesses = [guess for _, _, guess in self._steps if guess is not None]
         steps = [np.full(topk.shape[0], number, dtype=np.int32) for number, topk, _ in self._steps]
         known = len(self._sequences) == len(self._steps)
-        empty = np.empty((0, self._num_layers, 1), dtype=np.int16)
-        all_topk = np.concatenate(topk) if topk else empty
+        all_topk = np.concatenate(topk)
         return Trace(
             topk=all_topk,
             sequence=(
@@ -111,7 +124,7 @@ class TraceRecorder:
             ),
             num_experts=self._num_experts,
             next_gate=np.concatenate(guesses) if guesses else None,
-            step=np.concatenate(steps) if steps else None,
+            step=np.concatenate(steps),
         )
 
     def _keep(self) -> None:

@@ -115,6 +115,20 @@ def test_a_step_that_does_not_fit_is_left_out_whole_and_counted() -> None:
     assert rig.recorder.num_dropped == 3
 
 
+def test_a_recording_without_a_token_says_why() -> None:
+    rig, host = Rig(), TraceRecorder(LAYERS, EXPERTS, 2)
+    for recorder in (rig.recorder, host):
+        with pytest.raises(TraceError, match="nothing was recorded: no step has run since"):
+            recorder.trace()
+    rig.recorder.start(2)
+    rig.step(3)
+    for layer_idx in range(LAYERS):
+        host.record(layer_idx, np.zeros((3, TOP_K), np.int32), None)
+    for recorder in (rig.recorder, host):
+        with pytest.raises(TraceError, match=r"room for, 3 in all; raise --max-trace-tokens"):
+            recorder.trace()
+
+
 def test_requests_that_do_not_match_the_rows_are_not_believed() -> None:
     rig = Rig()
     rig.recorder.start(20)
