@@ -598,10 +598,31 @@ def test_the_dashboard_asks_for_series_that_exist() -> None:
     ]
     asked = _names_in(" ".join(queries))
     assert asked <= NAMES
+    assert _names_in(json.dumps(dashboard["templating"])) == {f"{PREFIX}info"}, "its variables"
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     for panel in dashboard["panels"]:
         assert panel["title"]
         assert panel["datasource"]["uid"] == "${datasource}"
+
+
+def test_the_dashboard_asks_for_labels_that_its_series_have() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "expert-cache.json").read_text())
+    of_layers = {
+        PREFIX + s.name: {"layer", *(["kind"] if s.kind else [])}
+        for s in (*LAYER_COUNTERS, *LAYER_GAUGES)
+    }
+    checked = set()
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            names = _names_in(target["expr"])
+            selected = re.findall(r"(\w+)=~?\"", target["expr"])
+            grouped = re.findall(r"by \((\w+)\)", target["expr"])
+            for label in {*selected, *grouped} - {"instance"}:  # this is Prometheus's own
+                assert any(label in of_layers.get(name, ()) for name in names), target["expr"]
+                checked.add(label)
+            shown = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+            assert shown == set(grouped), "a line for each group, named by it"
+    assert checked == {"layer", "kind"}
 
 
 def test_the_dashboard_divides_rates_by_rates() -> None:
