@@ -2,7 +2,7 @@
 
 import difflib
 
-from .base import Evidence, IdArray, Predictor, PredictorShape, RunsOn
+from .base import MAX_FORECAST, Evidence, IdArray, Predictor, PredictorShape, RunsOn
 from .frequency import FrequencyPredictor
 from .next_gate import NextGatePredictor
 from .none import NoPrediction
@@ -11,6 +11,7 @@ from .previous_token import PreviousTokenPredictor
 from .transition import TransitionPredictor
 
 __all__ = [
+    "MAX_FORECAST",
     "PREDICTOR_NAMES",
     "Evidence",
     "FrequencyPredictor",

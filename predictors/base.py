@@ -11,6 +11,10 @@ import numpy.typing as npt
 IdArray = npt.NDArray[np.signedinteger]
 """Expert ids in any signed integer type; -1 stands for a padding row."""
 
+MAX_FORECAST = 64
+"""Most experts that one prediction names, however many tokens the step has. `graphs.prefetch` has
+the same number, which kernels are built for."""
+
 
 class RunsOn(Enum):
     """Where a predictor can do its work."""

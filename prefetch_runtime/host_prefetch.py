@@ -14,16 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from predictors import Evidence, Predictor
+from predictors import MAX_FORECAST, Evidence, Predictor
 from prefetch_runtime.copier import Copier, CopyJob, CopyTicket
 from prefetch_runtime.host_store import LayerStore
 from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.slots import SlotPlan, SlotTable
 
 IntArray = npt.NDArray[np.signedinteger]
-
-MAX_FORECAST = 64
-"""Most experts that one prediction names."""
 
 UNLIMITED_BYTES = 1 << 60
 """A budget for whatever the prediction names."""

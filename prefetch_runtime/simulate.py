@@ -25,7 +25,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from predictors import Evidence, IdArray, Predictor, PredictorShape, create_predictor
+from predictors import (
+    MAX_FORECAST,
+    Evidence,
+    IdArray,
+    Predictor,
+    PredictorShape,
+    create_predictor,
+)
 
 from .policies import EvictionPolicy, IntArray, create_policy
 from .slots import SlotTable
@@ -52,7 +59,7 @@ class SimulationSettings:
     """From one layer's demand to the next layer's, without stalls."""
     widen: int = 2
     """Experts that a prediction names, as a multiple of top_k, per token of the step."""
-    max_forecast: int = 64
+    max_forecast: int = MAX_FORECAST
     """Most experts that a prediction names in all."""
     lookahead: int = 1
     budget_bytes: int | None = None

@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import graphs.prefetch
 from predictors import (
+    MAX_FORECAST,
     PREDICTOR_NAMES,
     Evidence,
     FrequencyPredictor,
@@ -46,6 +48,10 @@ def _learned(name: str, shape: PredictorShape = SHAPE):
 def test_created_predictor_has_the_name_it_was_asked_for(name: str) -> None:
     assert create_predictor(name, SHAPE).name == name
     assert isinstance(create_predictor(name, SHAPE).runs_on, RunsOn)
+
+
+def test_host_and_kernels_name_as_many_experts_at_most() -> None:
+    assert MAX_FORECAST == graphs.prefetch.MAX_FORECAST
 
 
 def test_only_what_has_kernels_runs_in_a_captured_graph() -> None:
