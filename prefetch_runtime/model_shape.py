@@ -57,10 +57,19 @@ def read_config(model: str) -> dict[str, Any] | None:
         return None
     path, beside = folder / CONFIG, folder / QUANT_CONFIG
     if not path.is_file():
-        raise ModelError(f"{model!r} holds no {CONFIG}, so it is no model folder")
+        hint = _of_the_hubs_cache(folder)
+        raise ModelError(f"{model!r} holds no {CONFIG}, so it is no model folder{hint}")
     return _with_format(
         read_config_file(path, f"{model!r}"), beside if beside.is_file() else None, f"{model!r}"
     )
+
+
+def _of_the_hubs_cache(folder: Path) -> str:
+    """What to give in place of a folder in which the hub's client keeps a model."""
+    kind, *name = folder.name.split("--")
+    if kind != "models" or not name or not (folder / "snapshots").is_dir():
+        return ""
+    return f", but the hub's cache of one: give the model's name, {'/'.join(name)!r}"
 
 
 def read_config_file(path: Path, whose: str) -> dict[str, Any]:

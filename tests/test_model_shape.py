@@ -170,8 +170,14 @@ class TestReadConfig:
             read_config(str(file))
 
     def test_a_folder_without_config_is_no_model(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"holds no config\.json, so it is no model folder"):
+        with pytest.raises(ModelError, match=r"holds no config\.json, so it is no model folder$"):
             read_config(str(tmp_path))
+
+    def test_what_the_hubs_client_keeps_a_model_in_has_a_name(self, tmp_path: Path) -> None:
+        folder = tmp_path / "models--Qwen--Qwen3-30B-A3B"
+        (folder / "snapshots").mkdir(parents=True)
+        with pytest.raises(ModelError, match="give the model's name, 'Qwen/Qwen3-30B-A3B'"):
+            read_config(str(folder))
 
     @pytest.mark.parametrize(
         ("config", "message"),
