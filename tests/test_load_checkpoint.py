@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -104,11 +106,16 @@ def test_what_cannot_be_written_is_refused(
 
 
 def test_touched_memory_is_anonymous_memory() -> None:
-    watch = Watch()
-    watch.start()
-    held = torch.ones(64 << 20, dtype=torch.uint8)
-    watch.stop()
-    assert held.nbytes * 0.9 < watch.peak["host"] < held.nbytes * 2
+    # A process of its own: this one frees what earlier tests have left whenever it likes.
+    script = (
+        "from load_memory import Watch\nwatch = Watch()\nwatch.start()\n"
+        "held = b'1' * (64 << 20)\nwatch.stop()\nprint(watch.peak['host'] / len(held))"
+    )
+    folder = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert 0.9 < float(ran.stdout) < 2
 
 
 def test_the_peak_is_kept_after_memory_was_freed() -> None:
