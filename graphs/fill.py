@@ -4,7 +4,7 @@ import torch
 
 from graphs.fill_kernels import fill_kernel, resolve_fill_kernel_of
 from graphs.records import RecordTable
-from graphs.slot_table import DeviceSlotTable, block_for, launched
+from graphs.slot_table import DeviceSlotTable, block_for
 
 
 class ExpertFill:
@@ -59,12 +59,11 @@ class ExpertFill:
         """
         self.table.require_layer(layer_idx)
         records = self.records
-        early = early and self.table.begins_early
         fill_kernel[(self.programs,)](
             self.table.misses, self.table.miss_count, self.table.counters, self.table.stamps,
             self._finished, records.header, records.units, layer_idx,
             self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
-            EARLY=early, num_warps=self.num_warps, **launched(early),
+            num_warps=self.num_warps, **self.table.launched(early),
         )  # fmt: skip
 
     def resolve_and_fill(
@@ -81,13 +80,12 @@ class ExpertFill:
         records = self.records
         # The header is the last of the tensors; without a prefetch hook it is a placeholder.
         tensors = (*tensors[:-1], records.header)
-        early = early and self.table.begins_early
         self._resolve_fill_kernel[(self.programs,)](
             *tensors, records.units, self._launches, self._joined, self._ready, self._finished,
             **{**sizes, "U": records.max_units},
-            BLOCK=block_for(sizes["n"], self.fused_warps), TOUCH=False, EARLY=early,
-            PROGRAMS=self.programs, UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records),
-            num_warps=self.fused_warps, **launched(early),
+            BLOCK=block_for(sizes["n"], self.fused_warps), TOUCH=False, PROGRAMS=self.programs,
+            UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self.fused_warps,
+            **self.table.launched(early),
         )  # fmt: skip
         return out
 

@@ -194,7 +194,7 @@ class DeviceSlotTable:
         self.max_assignments = max_assignments
         self.policy = policy
         self._resolve_kernel = resolve_kernel_of(policy.hit, policy.insert)
-        self.begins_early = begins_early(device)
+        self._begins_early = begins_early(device)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -236,11 +236,9 @@ class DeviceSlotTable:
         self.owner.fill_(-1)
         self.score.fill_(EMPTY_SCORE)
         self.clocks.fill_(1)
-        self.clocks[Clock.MISSED_IN :].zero_()
+        self.restart_counters()
         for tensor in (
             self.miss_count,
-            self.counters,
-            self.stamps,
             self._mark,
             self._wanted,
             self._control,
@@ -251,6 +249,12 @@ class DeviceSlotTable:
             self._prefetch.entry_count.zero_()
             self._prefetch.demand.zero_()
             self._prefetch.epoch.zero_()
+
+    def launched(self, early: bool) -> dict[str, bool]:
+        """Arguments of a kernel that shall begin before the stream's last one has ended, if `early`
+        and where the device can do that."""
+        early = early and self._begins_early
+        return {"EARLY": early, **({"launch_pdl": True} if early else {})}
 
     def restart_counters(self) -> None:
         """Count from zero; nothing else changes. Between steps only."""
@@ -296,7 +300,6 @@ class DeviceSlotTable:
         Returns:
             `out`: slot ids [T, K].
         """
-        early = early and self.begins_early
         return self._plan(layer_idx, topk_ids, padding, out, touch=False, early=early)
 
     def touch(
@@ -541,7 +544,7 @@ class DeviceSlotTable:
         num_warps = warps_for(sizes["n"])
         self._resolve_kernel[(1,)](
             *tensors, **sizes, BLOCK=block_for(sizes["n"], num_warps), TOUCH=touch,
-            EARLY=early, num_warps=num_warps, **launched(early),
+            num_warps=num_warps, **self.launched(early),
         )  # fmt: skip
         return out
 
@@ -567,11 +570,6 @@ def form_of(padding: torch.Tensor | None) -> Padding:
         f"padding must be bool (true = padding) or int32 or int64 "
         f"(negative = padding), got {padding.dtype}"
     )
-
-
-def launched(early: bool) -> dict[str, bool]:
-    """The launch option of a kernel that begins before the stream's last one has ended."""
-    return {"launch_pdl": True} if early else {}
 
 
 def warps_for(n: int) -> int:

@@ -148,7 +148,7 @@ def _settings(**given: Any) -> dict[str, Any]:
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings=CONTEXT,
     epilog="Every other option is passed on to `vllm serve`.",
 )
 def serve(

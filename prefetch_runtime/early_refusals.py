@@ -35,22 +35,22 @@ CLOSE = 0.86
 takes, shortened or not, nothing is above 0.8."""
 
 
-def refuse_misspelt(passed_on: Sequence[str]) -> None:
-    """An option that is passed on to vLLM, but is one of ours with another spelling.
+def refuse_misspelt(passed_on: Sequence[str], options: Sequence[str] = OPTIONS) -> None:
+    """An option that is passed on to vLLM, but is one of `options` with another spelling.
 
     Raises:
         ConfigError: names the option that is nearest, or those that begin like it.
     """
     for argument in passed_on:
         given = argument.partition("=")[0]
-        if not given.startswith("--") or given in OPTIONS:
+        if not given.startswith("--") or given in options:
             continue
         name = given.replace("_", "-").partition(".")[0]
-        near = get_close_matches(name, OPTIONS, n=1, cutoff=CLOSE)
+        near = get_close_matches(name, options, n=1, cutoff=CLOSE)
         if name in _OTHER_NAMES and _OTHER_NAMES[name] in OPTIONS:
             raise ConfigError(f"unknown option {given}; here it is {_OTHER_NAMES[name]}")
         if near:
-            longer = [option for option in OPTIONS if option.startswith(name)]
+            longer = [option for option in options if option.startswith(name)]
             raise ConfigError(
                 f"unknown option {given}; did you mean {' or '.join(longer or near)}?"
             )

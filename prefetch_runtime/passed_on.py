@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.early_refusals import CLOSE, refuse_misspelt, refuse_options
+from prefetch_runtime.early_refusals import OPTIONS, refuse_misspelt, refuse_options
 from prefetch_runtime.serve_file import full_name
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -73,19 +72,14 @@ def passed_on(
             f"unexpected argument {arguments[0]!r}: quote a text with spaces, and give each prompt "
             "after --prompt"
         )
-    own = [option for parameter in context.command.params for option in parameter.opts]
+    own = {option for parameter in context.command.params for option in parameter.opts}
+    refuse_misspelt(arguments, sorted(own.union(OPTIONS)))
     for argument in arguments:
-        name = option_name(argument)
-        if not name:
-            continue
-        given = argument.partition("=")[0]
-        if near := get_close_matches(name, own, n=1, cutoff=CLOSE):
-            raise ConfigError(f"unknown option {given}; did you mean {near[0]}?")
+        name, given = option_name(argument), argument.partition("=")[0]
         if name in _SET_HERE:
             raise ConfigError(f"{given} cannot be passed on: {_SET_HERE[name]}")
         if name.startswith(("--enforce-e", "--no-enforce-e")):
             raise ConfigError(f"{given} cannot be passed on: {instead_of_eager}")
-    refuse_misspelt(arguments)
     if is_cached:
         refuse_options(arguments)
     return arguments
