@@ -63,7 +63,10 @@ def trace(
         int, typer.Option(min=1, metavar="N", help="Tokens to generate per prompt.")
     ] = 128,
     max_trace_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Record at most so many.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Record at most so many; ends at the first step without room."
+        ),
     ] = 65536,
     no_next_gate: Annotated[
         bool, typer.Option("--no-next-gate", help="Leave out the next routers' guesses.")
@@ -112,7 +115,8 @@ def trace(
     out.print(
         f"{output}: {held['tokens']} tokens in {held['steps']} steps, {held['layers']} layers"
         + (
-            f"; {held['dropped']} tokens over --max-trace-tokens left out"
+            f"; full (--max-trace-tokens): the {held['dropped']} tokens of the last "
+            f"{held['dropped_steps']} steps are left out"
             if held["dropped"]
             else ""
         )

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefetch_runtime.recorder import check_recorded
+from prefetch_runtime.recorder import check_recorded, has_room
 from prefetch_runtime.scheduler import without_padding
 from prefetch_runtime.trace import Trace
 
@@ -20,8 +20,8 @@ class DeviceRecorder:
     """Buffers for a trace on the device, filled layer by layer, read once at the end.
 
     Every operation is enqueued on the current stream and may be captured. What is not recorded -
-    padding, everything while recording is off, steps that no longer fit - goes to a row of its own
-    that nobody reads, so that a graph does the same work in any case.
+    padding, everything while recording is off, steps without room (see `has_room`) - goes to a row
+    of its own that nobody reads, so that a graph does the same work in any case.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class DeviceRecorder:
         self._steps = zeros(rows, dtype=torch.int32)
         self._used = zeros(1, dtype=torch.int64)
         self._dropped = zeros(1, dtype=torch.int64)
+        self._dropped_steps = zeros(1, dtype=torch.int64)
         self._limit = zeros(1, dtype=torch.int64)
         self._row_of: torch.Tensor | None = None
         self._requests: list[Sequence[tuple[str, int]]] = []
@@ -85,6 +86,7 @@ class DeviceRecorder:
             )
         self._used.zero_()
         self._dropped.zero_()
+        self._dropped_steps.zero_()
         self._limit.fill_(max_tokens)
         self._requests.clear()
 
@@ -116,21 +118,27 @@ class DeviceRecorder:
         """[T] int64: the row of each token; the last row for those that are not kept."""
         is_token = (topk_ids >= 0).all(dim=1).to(torch.int64)
         count = is_token.sum()
-        is_on = self._limit > 0
-        fits = self._used + count <= self._limit
+        fits = has_room(self._used, count, self._limit, self._dropped)
         row_of = torch.where(
             (is_token > 0) & fits, self._used + is_token.cumsum(0) - 1, self.max_tokens
         )
         self._used.add_(count * fits)
-        self._dropped.add_(count * (is_on & ~fits))
+        is_lost = (self._limit > 0) & ~fits & (count > 0)
+        self._dropped.add_(count * is_lost)
+        self._dropped_steps.add_(is_lost)
         return row_of
 
     # After the run, or beside it: these wait for the device.
 
     @property
     def num_dropped(self) -> int:
-        """Tokens of the steps that no longer fitted."""
+        """As in `Recorder`."""
         return int(self._dropped.item())
+
+    @property
+    def num_dropped_steps(self) -> int:
+        """As in `Recorder`."""
+        return int(self._dropped_steps.item())
 
     def end_step(self, requests: Sequence[tuple[str, int]]) -> None:
         """Which request each row of a step belongs to: (id, number of rows), in order."""

@@ -4,7 +4,7 @@ Shapes: T = tokens of a step, L = MoE layers, K = top_k, G = guesses.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import numpy.typing as npt
 from prefetch_runtime.trace import Trace, TraceError
 
 IntArray = npt.NDArray[np.int32]
+Count: TypeAlias = Any
+"""An int, or an integer tensor."""
 
 
 class Recorder(Protocol):
@@ -19,7 +21,11 @@ class Recorder(Protocol):
 
     @property
     def num_dropped(self) -> int:
-        """Tokens that came when there was no room left."""
+        """Tokens of the steps that were left out: the first one without room, and all after it."""
+
+    @property
+    def num_dropped_steps(self) -> int:
+        """How many steps these were."""
 
     def end_step(self, requests: Sequence[tuple[str, int]]) -> None:
         """Which request each row of the last step belongs to: (id, number of rows), in order."""
@@ -31,13 +37,22 @@ class Recorder(Protocol):
         """What has been recorded. Raises TraceError if nothing has."""
 
 
+def has_room(used: Count, tokens: Count, most: Count, dropped: Count) -> Count:
+    """Whether a step's tokens are kept, as bool: of numbers, or of tensors while a graph runs.
+
+    A recording ends with the first step that does not fit, even if a later one would: what is kept
+    has no hole, so what follows a token in the trace followed it in the model.
+    """
+    return (used + tokens <= most) & (dropped == 0)
+
+
 def check_recorded(num_tokens: int, num_dropped: int) -> None:
     """Raise TraceError, with the reason, if a recording has no token."""
     if num_tokens:
         return
     why = (
-        f"each step had more tokens than there was room for, {num_dropped} in all; raise "
-        "--max-trace-tokens"
+        "the first step had more tokens than there was room for, and a recording ends with such a "
+        "step; raise --max-trace-tokens"
         if num_dropped
         else "no step has run since prefetch_trace_start"
     )
@@ -48,7 +63,8 @@ class TraceRecorder:
     """Fed by the scheduler, layer by layer; a step is kept when all its layers have come."""
 
     def __init__(self, num_layers: int, num_experts: int, max_tokens: int) -> None:
-        """`max_tokens`: in all; a step that is too wide for what is left of them is left out whole.
+        """`max_tokens`: in all; the first step that is too wide for what is left of them is left
+        out whole, and so is what follows (see `has_room`).
 
         Raises:
             ValueError: a size below 1.
@@ -67,7 +83,7 @@ class TraceRecorder:
         self._num_tokens = 0
         self._step = 0
         self.num_dropped = 0
-        """Tokens of the steps that were left out."""
+        self.num_dropped_steps = 0
 
     def record(self, layer_idx: int, topk_ids: IntArray, guesses: IntArray | None) -> None:
         """One layer's choice, [T, K], -1 in padding rows; guesses [T, G] for the next layer."""
@@ -131,8 +147,11 @@ class TraceRecorder:
         topk = np.stack(self._layers, axis=1)
         real = (topk >= 0).all(axis=(1, 2))
         tokens = int(real.sum())
-        if self._num_tokens + tokens > self._max_tokens:
+        if tokens == 0:
+            return
+        if not has_room(self._num_tokens, tokens, self._max_tokens, self.num_dropped):
             self.num_dropped += tokens
+            self.num_dropped_steps += 1
             return
         guesses: npt.NDArray[np.int16] | None = None
         if len(self._guesses) == self._num_layers - 1 and self._guesses:

@@ -1096,6 +1096,34 @@ def test_a_trace_is_recorded_in_a_mode_that_is_named(
 
 
 @pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ((0, 0), "5 tokens in 2 steps, 8 layers"),
+        ((7, 3), "8 layers; full (--max-trace-tokens): the 7 tokens of the last 3 steps are left"),
+    ],
+)
+def test_a_trace_without_room_says_how_much_is_left_out(
+    lost: tuple[int, int],
+    said: str,
+    run: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    held = {"tokens": 5, "layers": 8, "steps": 2, "dropped": lost[0], "dropped_steps": lost[1]}
+
+    def recorded(*_: object, **__: object) -> Generation:
+        rpc = {"prefetch_trace_save": held}
+        return Generation(texts=[], token_ids=[], seconds=1.0, stats=None, rpc=rpc)
+
+    monkeypatch.setattr(cli_trace, "generate", recorded)
+    monkeypatch.chdir(tmp_path)
+    ran = run("trace", TINY, "-p", "a", "--moe-expert-cache-size", "8", "--out", "t.npz")
+    assert ran.status == 0
+    assert said in ran.out.replace("\n", " ")
+    assert ("left out" in ran.out.replace("\n", " ")) == bool(lost[0])
+
+
+@pytest.mark.parametrize(
     ("out", "why"),
     [
         ("/dev/null", "is no plain file"),

@@ -105,14 +105,29 @@ def test_nothing_is_recorded_before_the_start_and_after_the_stop() -> None:
     assert rig.recorder.trace().num_tokens == 1
 
 
-def test_a_step_that_does_not_fit_is_left_out_whole_and_counted() -> None:
-    rig = Rig(max_tokens=8)
+def test_a_recording_ends_with_the_first_step_that_has_no_room() -> None:
+    rig, host = Rig(), TraceRecorder(LAYERS, EXPERTS, 6)
     rig.recorder.start(6)
-    rig.step(4)
-    rig.step(3)
-    rig.step(2)
-    assert rig.recorder.trace().num_tokens == 6
-    assert rig.recorder.num_dropped == 3
+    widths = (4, 3, 2, 1)  # the second does not fit, the others would
+    first: list[np.ndarray] = []
+    for tokens in widths:
+        chosen, guessed = rig.step(tokens)
+        first = first or chosen
+        for layer_idx in range(LAYERS):
+            host.record(layer_idx, chosen[layer_idx], guessed[layer_idx])
+        for recorder in (rig.recorder, host):
+            recorder.end_step([("a", tokens - 1), ("b", 1)])
+    rig.step(3, torch.full((3,), -1, device=DEVICE))  # nothing but padding is no step
+    for recorder in (rig.recorder, host):
+        trace = recorder.trace()
+        np.testing.assert_array_equal(trace.topk, np.stack(first, axis=1))
+        assert trace.sequence.tolist() == [0, 0, 0, 1]
+        assert trace.step_bounds().tolist() == [0, 4]
+        assert (recorder.num_dropped, recorder.num_dropped_steps) == (6, 3)
+    rig.recorder.start(6)
+    rig.step(5)
+    assert (rig.recorder.num_dropped, rig.recorder.num_dropped_steps) == (0, 0)
+    assert rig.recorder.trace().num_tokens == 5
 
 
 def test_a_recording_without_a_token_says_why() -> None:
@@ -125,7 +140,7 @@ def test_a_recording_without_a_token_says_why() -> None:
     for layer_idx in range(LAYERS):
         host.record(layer_idx, np.zeros((3, TOP_K), np.int32), None)
     for recorder in (rig.recorder, host):
-        with pytest.raises(TraceError, match=r"room for, 3 in all; raise --max-trace-tokens"):
+        with pytest.raises(TraceError, match=r"the first step had .*; raise --max-trace-tokens"):
             recorder.trace()
 
 

@@ -127,7 +127,13 @@ def _generated(spec: dict[str, Any], _: Path) -> dict[str, Any]:
     count = len(spec["prompts"])
     rpc: dict[str, Any] = {name: None for name, *_ in spec["rpc"]}
     if "prefetch_trace_save" in rpc:
-        rpc["prefetch_trace_save"] = {"tokens": 1, "layers": 8, "steps": 1, "dropped": 0}
+        rpc["prefetch_trace_save"] = {
+            "tokens": 1,
+            "layers": 8,
+            "steps": 1,
+            "dropped": 0,
+            "dropped_steps": 0,
+        }
     return {"texts": ["x"] * count, "token_ids": [[1]] * count, "seconds": 1.0, "rpc": rpc}
 
 

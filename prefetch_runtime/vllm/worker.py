@@ -233,6 +233,7 @@ class PrefetchWorker(BaseWorker):
             "layers": trace.num_layers,
             "steps": len(trace.step_bounds()) - 1,
             "dropped": recorder.num_dropped,
+            "dropped_steps": recorder.num_dropped_steps,
         }
 
     # Refused while the cache is on
