@@ -39,6 +39,7 @@ from prefetch_runtime.passed_on import (
     PassesOn,
     option_name,
     overrides_model,
+    quantises,
 )
 from prefetch_runtime.passed_on import passed_on as passed_on_to_vllm
 from prefetch_runtime.refusals import CPU_COMPILES
@@ -198,7 +199,13 @@ def serve(
         additional = {**file.additional_config, **additional}
     config = PrefetchConfig.from_mapping(settings)
     of_file = [] if file is None else [f"--{option}" for option in file.options]
-    check_model(model, config, as_declared=not overrides_model([*passed_on, *of_file]))
+    for_vllm = [*passed_on, *of_file]
+    check_model(
+        model,
+        config,
+        as_declared=not overrides_model(for_vllm),
+        as_stored=not quantises(for_vllm),
+    )
     _refuse_idle(given, settings, config)
     _say_if_off(config, slots)
     # -P: what lies in the user's folder, such as a graphs.py, is not imported in our place.
@@ -355,7 +362,7 @@ def generate_command(
         instead_of_eager="it is the default; --compile undoes it",
         is_cached=config.enabled,
     )
-    check_model(model, config, as_declared=not overrides_model(more))
+    check_model(model, config, as_declared=not overrides_model(more), as_stored=not quantises(more))
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len

@@ -1,5 +1,6 @@
 """What a model's `config.json` and the headers of its files rule out, said before vLLM starts."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,24 @@ from prefetch_runtime.model_shape import (
     read_config,
     sources,
 )
+from prefetch_runtime.model_sizes import KNOWN_FAMILIES, model_sizes
 from prefetch_runtime.shapes import SHAPES
 
 
-def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True) -> None:
+def check_model(
+    model: str, config: PrefetchConfig, *, as_declared: bool = True, as_stored: bool = True
+) -> None:
     """Say now what the worker would say after a minute of start-up.
 
     Args:
         as_declared: False where options of vLLM replace what config.json says, or what is loaded;
             then only the folder is looked for.
+        as_stored: False where an option of vLLM may change the experts' format.
 
     Raises:
         ModelError: no such folder, a file in it that is cut off, experts of other sizes or of
             another number than declared, a model without experts, or one that the cache refuses.
-        ConfigError: a number of slots that the model cannot have.
+        ConfigError: a number of slots, or a total for them, that the model cannot have.
     """
     folder = find_folder(model)
     if folder is not None and (not as_declared or in_mistrals_layout(folder)):
@@ -47,6 +52,8 @@ def check_model(model: str, config: PrefetchConfig, *, as_declared: bool = True)
             )
         return
     _check_declared(model, declared, config)
+    if as_stored and config.expert_cache_gib is not None:
+        _check_budget(model, declared, config.expert_cache_gib)
     _check_files(model, folder, declared)
 
 
@@ -75,6 +82,25 @@ def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig
             f"{spelled('slots_per_layer')} is {slots}, but {model!r} routes each token to "
             f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
             f"{shape.num_experts}"
+        )
+
+
+def _check_budget(model: str, declared: dict[str, Any], gib: float) -> None:
+    """Where config.json alone tells what the experts will weigh; the worker knows the rest."""
+    try:
+        sizes = model_sizes(declared)
+    except ModelError:
+        return  # vLLM may have a default for what is missing here
+    if sizes.model_type not in KNOWN_FAMILIES or sizes.expert_format not in ("bfloat16", "float16"):
+        return
+    a_slot, top_k = sizes.slot_bytes(1), sizes.top_k
+    num_slots = int(gib * 2**30 // a_slot)
+    if num_slots < top_k:
+        raise ConfigError(
+            f"{spelled('expert_cache_gib')} {gib:g} gives {num_slots} slots to each MoE layer of "
+            f"{model!r}, but one token needs {top_k} experts at once; give at least "
+            f"{math.ceil(top_k * a_slot / 2**30 * 1000) / 1000:g}, or set "
+            f"{spelled('slots_per_layer')} between {top_k} and {sizes.num_experts}"
         )
 
 

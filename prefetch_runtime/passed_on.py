@@ -53,6 +53,11 @@ def overrides_model(arguments: Sequence[str]) -> bool:
     return any(option_name(argument).startswith(_OVERRIDES) for argument in arguments)
 
 
+def quantises(arguments: Sequence[str]) -> bool:
+    """Whether vLLM is told by these arguments to load the model in another format."""
+    return any(option_name(a).startswith("--q") or a.startswith("-q") for a in arguments)
+
+
 def passed_on(
     context: typer.Context, *, instead_of_eager: str, is_cached: bool = True
 ) -> list[str]:

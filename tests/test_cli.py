@@ -519,6 +519,45 @@ class TestBadInput:
             "routes each token to 4 of 32 experts; set it between 4 and 32",
         )
 
+    @BOTH
+    def test_a_total_that_gives_less_than_top_k_slots(
+        self, command: list[str], run: Callable[..., Ran]
+    ) -> None:
+        one_slot = 8 * 3 * 64 * 128 * 2 / 2**30  # in each of 8 layers
+        _refused(
+            run(command[0], TINY, *command[1:], "--moe-expert-cache-gib", str(3.9 * one_slot)),
+            "'expert_cache_gib' (--moe-expert-cache-gib) 0.00142822 gives 3 slots to each MoE "
+            f"layer of {TINY!r}, but one token needs 4 experts at once; give at least 0.002, or "
+            "set 'slots_per_layer' (--moe-expert-cache-size) between 4 and 32",
+        )
+
+    @pytest.mark.parametrize(
+        ("changes", "more"),
+        [
+            ({"model_type": "newest_moe"}, []),
+            ({"quantization_config": {"quant_method": "fp8"}}, []),
+            ({"torch_dtype": "float32", "dtype": "float32"}, []),
+            ({"vocab_size": None}, []),
+            ({}, ["--quantization", "fp8"]),
+            ({}, ["-q=fp8"]),
+        ],
+        ids=str,
+    )
+    def test_a_total_is_left_to_the_worker_where_the_experts_sizes_are_not_known(
+        self,
+        changes: dict[str, Any],
+        more: list[str],
+        run: Callable[..., Ran],
+        monkeypatch: pytest.MonkeyPatch,
+        changed_tiny: Callable[..., str],
+    ) -> None:
+        started: list[list[str]] = []
+        monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments))
+        model = changed_tiny(**changes)
+        gib = ["--moe-expert-cache-gib", "0.0001", "--enforce-eager"]
+        assert run("serve", model, *gib, *more).status == 0
+        assert started
+
     @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
     @pytest.mark.parametrize("host", ["", "127.0.0.1"])
     def test_a_port_on_which_a_server_listens(

@@ -156,13 +156,23 @@ def check_full_graphs_left(cudagraph_mode: CUDAGraphMode | None, mode: str) -> N
 
 
 def check_slots(
-    num_slots: int, *, top_k: int, num_experts: int, layer_name: str, asked: str
+    num_slots: int,
+    *,
+    top_k: int,
+    num_experts: int,
+    layer_name: str,
+    asked: str,
+    at_most: bool = False,
 ) -> None:
-    """Raise ConfigError unless top_k <= num_slots <= num_experts."""
+    """Raise ConfigError unless top_k <= num_slots <= num_experts.
+
+    `at_most`: the number is not known yet, but will be no larger.
+    """
     if num_slots < top_k:
         raise ConfigError(
-            f"{asked} gives {num_slots} slots to {layer_name}, but one token needs {top_k} experts "
-            f"at once; set {spelled('slots_per_layer')} between {top_k} and {num_experts}"
+            f"{asked} gives {'at most ' if at_most else ''}{num_slots} slots to {layer_name}, but "
+            f"one token needs {top_k} experts at once; set {spelled('slots_per_layer')} between "
+            f"{top_k} and {num_experts}"
         )
     if num_slots > num_experts:
         raise ConfigError(

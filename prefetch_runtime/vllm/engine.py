@@ -73,6 +73,7 @@ class PrefetchEngine:
         self._num_layers = 0
         self._wave_rows: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._auto: float | None = None
+        self._slot_bytes: int | None = None
 
     def _segments(self) -> tuple[Any, Between]:
         from graphs import SegmentedCaptures, between_segments  # imports triton
@@ -251,6 +252,26 @@ class PrefetchEngine:
             for store in self.host_store.layers
         )
 
+    def check_budget(self, layer_name: str, store: LayerStore, *, top_k: int) -> None:
+        """Called when a layer has been built, before anything is loaded: a total that is too small
+        for the layers so far stays so with those to come.
+
+        Raises:
+            ConfigError: it gives each of them fewer than top_k.
+        """
+        gib = self.config.expert_cache_gib
+        if gib is None:
+            return
+        num_slots = int(gib * 2**30 // self._bytes_of_a_slot_in_each_layer())
+        check_slots(
+            min(num_slots, store.num_experts),
+            top_k=top_k,
+            num_experts=store.num_experts,
+            layer_name=layer_name,
+            asked=f"{spelled('expert_cache_gib')} {gib:g}",
+            at_most=True,
+        )
+
     def slots_for(self, layer_name: str, store: LayerStore, *, top_k: int, is_first: bool) -> int:
         """How many experts of a layer fit on the device.
 
@@ -295,10 +316,14 @@ class PrefetchEngine:
 
     def _slots_within(self, budget_bytes: float, store: LayerStore) -> int:
         """Slots per layer, the same for all, that fit a budget for all layers together."""
-        per_slot = sum(layer.layout.payload_bytes for layer in self.host_store.layers)
-        if budget_bytes >= per_slot * store.num_experts:
+        if self._slot_bytes is None:  # at the first layer: later some have their kernels' layout
+            self._slot_bytes = self._bytes_of_a_slot_in_each_layer()
+        if budget_bytes >= self._slot_bytes * store.num_experts:
             return store.num_experts
-        return int(budget_bytes // per_slot)
+        return int(budget_bytes // self._slot_bytes)
+
+    def _bytes_of_a_slot_in_each_layer(self) -> int:
+        return sum(layer.layout.payload_bytes for layer in self.host_store.layers)
 
     def _auto_bytes(self) -> float:
         """The budget of 'auto'; decided once, at the first layer, before any slot is allocated."""

@@ -75,6 +75,7 @@ class PrefetchRoutedExperts(RoutedExperts):
                 host_store=self._cache_engine.host_store,
                 arguments=arguments,
             )
+            self._cache_engine.check_budget(self.layer_name, self._cache_store, top_k=self.top_k)
             self._count_copies()
 
         def process_weights_after_loading(layer: Any) -> None:

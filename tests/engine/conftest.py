@@ -28,6 +28,7 @@ ENGINE: Mapping[str, Any] = {
 }
 # 12 slots in each of 8 layers: experts of 3 x 64 x 128 bf16.
 GIB_OF_12_SLOTS = 12 * 8 * (3 * 64 * 128 * 2) / 2**30
+GIB_OF_23_EXPERTS = 23 * (3 * 64 * 128 * 2) / 2**30  # top_k is 4: enough for 5 layers, not for 6
 
 
 def _prompt(length: int, seed: int) -> list[int]:
@@ -92,6 +93,7 @@ CACHED = [
         settings={"slots_per_layer": 32},
         batches=["one-short", "four"],
     ),
+    _cached("too-little", settings={"expert_cache_gib": GIB_OF_23_EXPERTS}, batches=["four"]),
     _cached("too-few", settings={"slots_per_layer": 3}, batches=["four"]),
     _cached("too-many", settings={"slots_per_layer": 33}, batches=["four"]),
     _cached("off", settings=None, before="inspect"),

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.reference import differences
 from prefetch_runtime.stats import RuntimeStats
-from tests.engine.conftest import BATCHES, LAYERS, MODEL
+from tests.engine.conftest import BATCHES, GIB_OF_23_EXPERTS, LAYERS, MODEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -168,6 +168,13 @@ def test_calls_that_would_break_the_cache_are_refused(
             "too-few",
             "ConfigError: 'slots_per_layer' (--moe-expert-cache-size) 3 gives 3 slots to "
             f"each MoE layer of {MODEL}, but one token needs 4 experts at once; "
+            "set 'slots_per_layer' (--moe-expert-cache-size) between 4 and 32",
+        ),
+        (
+            # While layers are built, with nothing loaded: after that it would be 2 slots for all 8.
+            "too-little",
+            f"ConfigError: 'expert_cache_gib' (--moe-expert-cache-gib) {GIB_OF_23_EXPERTS:g} gives "
+            "at most 3 slots to model.layers.5.mlp.experts, but one token needs 4 experts at once; "
             "set 'slots_per_layer' (--moe-expert-cache-size) between 4 and 32",
         ),
         (
