@@ -854,7 +854,7 @@ class TestGenerate:
         # What vLLM takes for the model is not what the folder declares, so that is not checked.
         seen: list[bool] = []
         monkeypatch.setattr(
-            cli, "check_model", lambda *_, as_declared=True: seen.append(as_declared)
+            cli, "check_model", lambda *_, as_declared=True, **__: seen.append(as_declared)
         )
         for more in ([], ["--hf_overrides", "{}"], ["--load-format=dummy"], given):
             assert run("generate", TINY, *own, "-p", "b", *more).status == 0
