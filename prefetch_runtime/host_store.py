@@ -4,6 +4,7 @@ Shapes: E = experts in the layer.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -161,7 +162,8 @@ class HostStore:
 
     Memory is taken as it is written, so loading peaks at what the experts weigh. Fill a layer,
     then pin it: registering touched pages takes a tenth of the time of torch's pinned allocator,
-    which also rounds up to powers of two. A context manager; close it after the copier.
+    which also rounds up to powers of two. A context manager; close it after the copier. One that is
+    dropped without being closed unlocks its memory, too.
     """
 
     def __init__(
@@ -188,6 +190,9 @@ class HostStore:
                 raise RuntimeError("pinning=True needs a CUDA device; leave it out on a CPU")
             host_pages = load_host_pages()
         self._pinner = Pinner(host_pages) if pinning and host_pages is not None else None
+        if self._pinner is not None:
+            # For an engine whose start fails in vLLM's hands, which then just lets go of it.
+            weakref.finalize(self, self._pinner.close).atexit = False
         self._limits = limits
         self._memlock = memlock
         self._layers: dict[int, LayerStore] = {}

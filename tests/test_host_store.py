@@ -318,6 +318,17 @@ def test_a_replacement_that_does_not_fit_leaves_the_layer_as_it_was() -> None:
             store.replace_layer(5, 4, layout_of(MIB))
 
 
+def test_a_store_that_is_dropped_without_being_closed_unlocks_its_memory() -> None:
+    pages = FakePages()
+    store = HostStore(host_pages=pages)
+    store.add_layer(0, 4, LAYOUT)
+    store.pin(0)
+    assert pages.registered
+    del store
+    gc.collect()
+    assert not pages.registered
+
+
 def test_views_stay_readable_past_close_and_the_store_says_it_is_closed() -> None:
     store = HostStore(host_pages=FakePages())
     layer = store.add_layer(0, 4, LAYOUT)

@@ -186,7 +186,7 @@ def test_what_the_adapter_imports_is_there(module: str, name: str, vllm: Source)
 
 
 class TestReplacingTheExperts:
-    """`routed_experts.register` and `PrefetchRoutedExperts`."""
+    """`routed_experts.registered` and `PrefetchRoutedExperts`."""
 
     PATH = f"{MOE}/routed_experts.py"
 

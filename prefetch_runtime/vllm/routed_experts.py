@@ -1,8 +1,9 @@
 """The experts of one MoE layer, served from slots: replaces vLLM's `RoutedExperts`."""
 
 import importlib
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -122,31 +123,12 @@ class PrefetchRoutedExperts(RoutedExperts):
         So does vLLM's loader of unquantised gpt-oss: `parameter.copy_(tensor)`, which also spreads
         one expert over all.
         """
+        layer = weakref.ref(self)
         for field in self._cache_store.layout.fields:
             parameter = self._parameters[field.name]
-            vars(parameter)["copy_"] = partial(self._copy_counted, field.name, parameter)
-
-    def _copy_counted(
-        self,
-        name: str,
-        parameter: torch.nn.Parameter,
-        loaded: torch.Tensor,
-        non_blocking: bool = False,
-    ) -> torch.nn.Parameter:
-        def copy() -> None:
-            torch.Tensor.copy_(parameter, loaded, non_blocking)
-
-        assert self._loaded is not None
-        self._loaded.load(
-            name,
-            copy,
-            loaded,
-            into=parameter.dtype,
-            part=None,
-            expert_id=None,
-            numel=parameter.numel(),
-        )
-        return parameter
+            # Weak: vLLM keeps a parameter's attributes, for reloading, as long as the layer lives.
+            counted = partial(_copy_counted, layer, field.name, weakref.ref(parameter))
+            vars(parameter)["copy_"] = counted
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -354,10 +336,41 @@ class PrefetchRoutedExperts(RoutedExperts):
         return output
 
 
-def register() -> None:
-    """Let vLLM build `PrefetchRoutedExperts` wherever a model asks for `RoutedExperts`."""
-    if is_registered():
-        return
+def _copy_counted(
+    layer_ref: "weakref.ref[PrefetchRoutedExperts]",
+    name: str,
+    parameter_ref: "weakref.ref[torch.nn.Parameter]",
+    loaded: torch.Tensor,
+    non_blocking: bool = False,
+) -> torch.nn.Parameter:
+    layer, parameter = layer_ref(), parameter_ref()
+    assert layer is not None
+    assert parameter is not None
+
+    def copy() -> None:
+        torch.Tensor.copy_(parameter, loaded, non_blocking)
+
+    assert layer._loaded is not None
+    layer._loaded.load(
+        name,
+        copy,
+        loaded,
+        into=parameter.dtype,
+        part=None,
+        expert_id=None,
+        numel=parameter.numel(),
+    )
+    return parameter
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Within this context vLLM builds `PrefetchRoutedExperts` wherever a model asks for
+    `RoutedExperts`; before and after it, whatever becomes of the engine, models are vLLM's own.
+
+    Raises:
+        RuntimeError: another plugin has taken its place.
+    """
     taken: dict[str, type[RoutedExperts]] = {REPLACED: PrefetchRoutedExperts}
     for name, module in OF_MODELS.items():
         theirs = getattr(importlib.import_module(module), name, None)
@@ -371,15 +384,8 @@ def register() -> None:
             )
     for name, ours in taken.items():
         PluggableLayer.register_oot(name=name)(ours)
-
-
-def is_registered() -> bool:
-    """Whether the next model of this process is built with our experts."""
-    return op_registry_oot.get(REPLACED) is PrefetchRoutedExperts
-
-
-def unregister() -> None:
-    """Undo `register`, so that the next model of this process is vLLM's own."""
-    if is_registered():
-        for name in (REPLACED, *OF_MODELS):
+    try:
+        yield
+    finally:
+        for name in taken:
             op_registry_oot.pop(name, None)

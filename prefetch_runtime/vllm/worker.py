@@ -90,9 +90,6 @@ class PrefetchWorker(BaseWorker):
             prepare_compilation(
                 vllm_config, mode=self.prefetch_mode, version=prefetch_runtime.__version__
             )
-            routed_experts.register()
-        else:
-            routed_experts.unregister()
         super().__init__(vllm_config, *args, **kwargs)
 
     def _choose_mode(self, vllm_config: VllmConfig) -> str:
@@ -114,7 +111,7 @@ class PrefetchWorker(BaseWorker):
         try:
             if self.prefetch_config.enabled:
                 is_here = check_sizes(self.vllm_config)
-                with explained(self.model_config.model):
+                with explained(self.model_config.model), routed_experts.registered():
                     super().load_model(*args, **kwargs)
                 if not is_here:  # it, or a part of it, was fetched while it was loaded
                     check_sizes(self.vllm_config)
@@ -149,7 +146,6 @@ class PrefetchWorker(BaseWorker):
     def _close_cache(self) -> None:
         if self.prefetch_engine is not None:
             self.prefetch_engine.close()
-            routed_experts.unregister()
 
     # Called by name through `LLM.collective_rpc`
 

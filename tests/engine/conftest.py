@@ -58,11 +58,12 @@ LAYERS = list(range(8))
 
 
 def _cached(name: str, worker: str = WORKER, **more: Any) -> dict[str, Any]:
-    settings = more.pop("settings")
+    settings, llm = more.pop("settings"), more.pop("llm", {})
     return {
         "name": name,
         "llm": {
             **ENGINE,
+            **llm,
             "worker_cls": worker,
             "additional_config": {} if settings is None else {"prefetch_runtime": settings},
         },
@@ -94,6 +95,7 @@ CACHED = [
         batches=["one-short", "four"],
     ),
     _cached("too-little", settings={"expert_cache_gib": GIB_OF_23_EXPERTS}, batches=["four"]),
+    _cached("no-room", settings={"slots_per_layer": 8}, llm={"num_gpu_blocks_override": 1}),
     _cached("too-few", settings={"slots_per_layer": 3}, batches=["four"]),
     _cached("too-many", settings={"slots_per_layer": 33}, batches=["four"]),
     _cached("off", settings=None, before="inspect"),

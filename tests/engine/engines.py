@@ -3,11 +3,12 @@
     python -m tests.engine.engines SPEC.json OUT.pt
 
 The spec is the one of `benchmarks/reference.py`; each engine may name the batches it runs, and
-what to do to it before them: "inspect" or "trouble". OUT holds {engine: record of `run_engine`,
-with "before": what that returned, "registered": vLLM's replaced classes once it has shut down, or
-{"error": traceback}}.
+what to do to it before them: "inspect" or "trouble". OUT holds {engine: record of `run_engine` with
+"before": what that returned, or "error": a traceback; "registered": vLLM's replaced classes once it
+has shut down, "left": what of ours is still alive then}}.
 """
 
+import gc
 import json
 import os
 import sys
@@ -107,9 +108,21 @@ BEFORE = {"inspect": look_inside, "trouble": trouble}
 
 
 def run(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """One engine, from its start to its end."""
+    """One engine, from its start to its end, and what is left of it."""
     from vllm.model_executor.custom_op import op_registry_oot
 
+    found = _run(engine, spec)
+    gc.collect()
+    return {**found, "registered": sorted(op_registry_oot), "left": _alive()}
+
+
+def _alive() -> list[str]:
+    """Objects that hold an engine's memory: its layers, slots and host records."""
+    kinds = ("PrefetchRoutedExperts", "PrefetchEngine", "SlotBuffers", "LayerStore")
+    return sorted(name for thing in gc.get_objects() if (name := type(thing).__name__) in kinds)
+
+
+def _run(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def before(llm: Any) -> None:
@@ -125,7 +138,7 @@ def run(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
         record = run_engine(engine, {**spec, "batches": batches}, before)
     except Exception:
         return {"error": traceback.format_exc()}
-    return {"batches": record, "registered": sorted(op_registry_oot), **found}
+    return {"batches": record, **found}
 
 
 def main() -> int:

@@ -222,5 +222,13 @@ def test_an_engine_that_has_ended_leaves_vllms_classes_as_they_were(
     cached: dict[str, Any],
 ) -> None:
     for name, record in cached.items():
-        if "error" not in record:
-            assert record["registered"] == [], name
+        assert record["registered"] == [], name
+
+
+def test_an_engine_that_has_ended_leaves_none_of_its_memory(cached: dict[str, Any]) -> None:
+    assert {name: record["left"] for name, record in cached.items() if record["left"]} == {}
+
+
+def test_so_does_one_that_vllm_gives_up_when_the_experts_are_loaded(cached: dict[str, Any]) -> None:
+    assert "prefetch_runtime" not in cached["no-room"]["error"], "vLLM's own refusal"
+    assert "cache" in cached["no-room"]["error"].splitlines()[-1]

@@ -163,13 +163,8 @@ class TestOptions:
             _start(_vllm_config(settings=None, enable_lora=True))
 
     def test_what_is_supported_reaches_vllms_constructor(self) -> None:
-        from prefetch_runtime.vllm import routed_experts
-
-        try:
-            with pytest.raises(Reached):
-                _start(_vllm_config())
-        finally:
-            routed_experts.unregister()
+        with pytest.raises(Reached):
+            _start(_vllm_config())
 
 
 class TestModels:
@@ -402,19 +397,24 @@ def test_a_layer_built_outside_our_worker_says_so() -> None:
 
 
 class TestRegistration:
-    def test_registering_twice_and_undoing_it(self) -> None:
+    def test_models_are_built_with_our_experts_within_the_context_alone(self) -> None:
         from vllm.model_executor.custom_op import op_registry_oot
 
         from prefetch_runtime.vllm import routed_experts
 
-        try:
-            routed_experts.register()
-            routed_experts.register()
+        with routed_experts.registered():
             assert op_registry_oot["RoutedExperts"] is routed_experts.PrefetchRoutedExperts
-        finally:
-            routed_experts.unregister()
-        assert "RoutedExperts" not in op_registry_oot
-        routed_experts.unregister()
+        assert not op_registry_oot
+        with pytest.raises(Reached), routed_experts.registered():
+            raise Reached
+        assert not op_registry_oot
+
+    def test_a_worker_that_has_not_loaded_anything_has_registered_nothing(self) -> None:
+        from vllm.model_executor.custom_op import op_registry_oot
+
+        with pytest.raises(Reached):
+            _start(_vllm_config())
+        assert not op_registry_oot
 
     def test_anothers_replacement_is_not_replaced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.model_executor.custom_op import op_registry_oot
@@ -425,10 +425,12 @@ class TestRegistration:
             """Another plugin's."""
 
         monkeypatch.setitem(op_registry_oot, "RoutedExperts", Theirs)
-        with pytest.raises(RuntimeError, match=r"another plugin has replaced .* with Theirs"):
-            routed_experts.register()
-        routed_experts.unregister()
-        assert op_registry_oot["RoutedExperts"] is Theirs
+        with (
+            pytest.raises(RuntimeError, match=r"another plugin has replaced .* with Theirs"),
+            routed_experts.registered(),
+        ):
+            pass
+        assert op_registry_oot == {"RoutedExperts": Theirs}
 
     def test_the_plugin_registers_nothing(self) -> None:
         from vllm.model_executor.custom_op import op_registry_oot
