@@ -1,9 +1,11 @@
 """Guess which experts a later layer will ask for. To add one: a file, and its name below."""
 
 import difflib
+from pathlib import Path
 
 from .base import MAX_FORECAST, Evidence, IdArray, Predictor, PredictorShape, RunsOn
 from .frequency import FrequencyPredictor
+from .learned import LearnedPredictor
 from .next_gate import NextGatePredictor
 from .none import NoPrediction
 from .oracle import OraclePredictor
@@ -11,11 +13,13 @@ from .previous_token import PreviousTokenPredictor
 from .transition import TransitionPredictor
 
 __all__ = [
+    "LEARNED",
     "MAX_FORECAST",
     "PREDICTOR_NAMES",
     "Evidence",
     "FrequencyPredictor",
     "IdArray",
+    "LearnedPredictor",
     "NextGatePredictor",
     "NoPrediction",
     "OraclePredictor",
@@ -25,6 +29,7 @@ __all__ = [
     "RunsOn",
     "TransitionPredictor",
     "create_predictor",
+    "learned_class",
 ]
 
 PREDICTOR_NAMES = (
@@ -36,12 +41,31 @@ PREDICTOR_NAMES = (
     "oracle",
 )
 
+LEARNED: dict[str, type[LearnedPredictor]] = {
+    cls.name: cls for cls in (TransitionPredictor, FrequencyPredictor)
+}
+"""Those whose table can be saved and loaded."""
 
-def create_predictor(name: str, shape: PredictorShape) -> Predictor:
-    """A new predictor that has learned nothing yet.
 
-    Raises ValueError for an unknown name, or a shape that the predictor cannot work with.
+def learned_class(name: str) -> type[LearnedPredictor]:
+    """The class of a predictor with a table. Raises ValueError for one without."""
+    if name not in LEARNED:
+        raise ValueError(
+            f"predictor {name!r} has no table; those that learn are {' and '.join(LEARNED)}"
+        )
+    return LEARNED[name]
+
+
+def create_predictor(name: str, shape: PredictorShape, *, table: Path | None = None) -> Predictor:
+    """A new predictor that has learned nothing yet, or what is in the file `table`.
+
+    Raises:
+        ValueError: an unknown name, a shape that the predictor cannot work with, a table that is
+            not its own or of another model, or a predictor without one.
+        OSError: the table cannot be opened.
     """
+    if table is not None:
+        return learned_class(name).load(table, shape)
     match name:
         case "none":
             return NoPrediction()

@@ -4,14 +4,14 @@ Expert-to-expert counts between layers, as in MoE-Infinity (arXiv 2401.14361) an
 """
 
 import math
-from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from .base import Evidence, IdArray, PredictorShape, RunsOn, highest
-from .npz import DEFAULT_MAX_BYTES, ArraySpec, read_arrays, write_arrays
+from .learned import LearnedPredictor
+from .npz import DEFAULT_MAX_BYTES
 
 _ROW_LIMIT = 1 << 20
 _ONE = np.int32(1)  # in the counts' type: np.add.at takes 5 to 30 times as long to cast a Python 1
@@ -30,7 +30,7 @@ class _Chosen(NamedTuple):
         return cls(ids, bool(np.minimum.reduce(ids, axis=None, initial=0) < 0))
 
 
-class TransitionPredictor:
+class TransitionPredictor(LearnedPredictor):
     """Ranks by the sum, over the chosen experts e, of the share of f among what followed e.
 
     Rows of counts that have reached 2**20 are halved, so that they follow slow changes.
@@ -39,11 +39,12 @@ class TransitionPredictor:
     name: ClassVar[str] = "transition"
     runs_on: ClassVar[RunsOn] = RunsOn.HOST
     needs_guesses: ClassVar[bool] = False
+    highest: ClassVar[int] = 2 * _ROW_LIMIT
 
     def __init__(self, shape: PredictorShape) -> None:
         """Raises ValueError for so many experts that the counts would take more than a GiB."""
         self._shape = shape
-        pairs = (shape.num_layers - shape.lookahead, shape.num_experts, shape.num_experts)
+        pairs = self.table_shape(shape)
         nbytes = 4 * math.prod(pairs)
         if nbytes > _MAX_BYTES:
             raise ValueError(
@@ -55,6 +56,10 @@ class TransitionPredictor:
         """[layers - lookahead, experts of layer l, experts of layer l + lookahead] int32."""
         self._chosen: dict[int, _Chosen] = {}  # by layer, of the running step
         self._counted = 0  # since the last halving
+
+    @classmethod
+    def table_shape(cls, shape: PredictorShape) -> tuple[int, ...]:
+        return shape.num_layers - shape.lookahead, shape.num_experts, shape.num_experts
 
     def predict(self, layer_idx: int, evidence: Evidence, count: int) -> list[int]:
         self._shape.check_target(layer_idx)
@@ -89,15 +94,3 @@ class TransitionPredictor:
         if self._counted >= _ROW_LIMIT:
             self._counted = 0
             self.counts[self.counts.sum(axis=2) >= _ROW_LIMIT] >>= 1
-
-    def save(self, path: Path) -> None:
-        """Write the counts as npz, replacing the file in one move."""
-        write_arrays(path, transition_counts=self.counts)
-
-    @classmethod
-    def load(cls, path: Path, shape: PredictorShape) -> Self:
-        """Read what `save` wrote. Raises ValueError if it is damaged or for another model."""
-        predictor = cls(shape)
-        spec = ArraySpec(shape=predictor.counts.shape, highest=2 * _ROW_LIMIT)
-        predictor.counts[:] = read_arrays(path, {"transition_counts": spec})["transition_counts"]
-        return predictor

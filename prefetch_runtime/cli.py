@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from predictors import LEARNED
 from prefetch_runtime import __version__, cli_bench, cli_plan, cli_trace
 from prefetch_runtime.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -28,6 +29,7 @@ from prefetch_runtime.early_refusals import (
     refuse_misspelt,
     refuse_on_cpu,
     refuse_options,
+    refuse_tables,
     refuse_taken_port,
 )
 from prefetch_runtime.model_check import check_model
@@ -107,6 +109,22 @@ WidenOption = Annotated[
         ),
     ),
 ]
+TableOption = Annotated[
+    str | None,
+    typer.Option(
+        "--predictor-table",
+        metavar="FILE",
+        help=f"What the predictor has learned before ({', '.join(LEARNED)}).",
+    ),
+]
+SaveTableOption = Annotated[
+    str | None,
+    typer.Option(
+        "--save-table",
+        metavar="FILE",
+        help="Where what it has learned is written when the engine ends.",
+    ),
+]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
@@ -161,6 +179,8 @@ def serve(
     policy: PolicyOption = None,
     predictor: PredictorOption = None,
     predictor_widen: WidenOption = None,
+    predictor_table: TableOption = None,
+    save_table: SaveTableOption = None,
     prefetch_budget_mib: BudgetOption = None,
     staging_slots: StagingOption = None,
     metrics: MetricsOption = None,
@@ -186,6 +206,8 @@ def serve(
         policy=policy,
         predictor=predictor,
         predictor_widen=predictor_widen,
+        predictor_table=predictor_table,
+        save_table=save_table,
         prefetch_budget_mib=prefetch_budget_mib,
         staging_slots=staging_slots,
         metrics=metrics,
@@ -200,13 +222,14 @@ def serve(
     config = PrefetchConfig.from_mapping(settings)
     of_file = [] if file is None else [f"--{option}" for option in file.options]
     for_vllm = [*passed_on, *of_file]
-    check_model(
+    num_experts = check_model(
         model,
         config,
         as_declared=not overrides_model(for_vllm),
         as_stored=not quantises(for_vllm),
     )
     _refuse_idle(given, settings, config)
+    refuse_tables(config, num_experts)
     _say_if_off(config, slots)
     # -P: what lies in the user's folder, such as a graphs.py, is not imported in our place.
     command = [sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve"]
@@ -238,6 +261,14 @@ def serve(
     os.execv(sys.executable, command)
 
 
+_OF_A_PREDICTOR = (
+    "predictor_widen",
+    "predictor_table",
+    "save_table",
+    "prefetch_budget_mib",
+)
+
+
 def _refuse_idle(
     given: Mapping[str, Any], settings: Mapping[str, Any], config: PrefetchConfig
 ) -> None:
@@ -250,7 +281,7 @@ def _refuse_idle(
             f"the expert cache is off, so {spelled(next(iter(given)))} would do nothing; add "
             f"{spelled('slots_per_layer')}"
         )
-    for key in ("predictor_widen", "prefetch_budget_mib"):
+    for key in _OF_A_PREDICTOR:
         if config.enabled and key in given and "predictor" not in settings:
             raise ConfigError(
                 f"nothing is predicted, so {spelled(key)} would do nothing; add "
@@ -335,6 +366,8 @@ def generate_command(
     policy: PolicyOption = None,
     predictor: PredictorOption = None,
     predictor_widen: WidenOption = None,
+    predictor_table: TableOption = None,
+    save_table: SaveTableOption = None,
     prefetch_budget_mib: BudgetOption = None,
     staging_slots: StagingOption = None,
 ) -> None:
@@ -346,6 +379,8 @@ def generate_command(
         policy=policy,
         predictor=predictor,
         predictor_widen=predictor_widen,
+        predictor_table=predictor_table,
+        save_table=save_table,
         prefetch_budget_mib=prefetch_budget_mib,
         staging_slots=staging_slots,
     )
@@ -362,7 +397,10 @@ def generate_command(
         instead_of_eager="it is the default; --compile undoes it",
         is_cached=config.enabled,
     )
-    check_model(model, config, as_declared=not overrides_model(more), as_stored=not quantises(more))
+    num_experts = check_model(
+        model, config, as_declared=not overrides_model(more), as_stored=not quantises(more)
+    )
+    refuse_tables(config, num_experts)
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
@@ -378,6 +416,11 @@ def generate_command(
             temperature=temperature,
             engine_options=options,
             passed_on=more,
+            after=(
+                [["prefetch_save_table", config.save_table]]
+                if config.save_table is not None
+                else []
+            ),
         )
     _print_texts(prompt, result.texts)
     if result.stats is not None:

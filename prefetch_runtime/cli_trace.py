@@ -2,7 +2,7 @@
 
 import json
 import re
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from predictors import PREDICTOR_NAMES
+from predictors import LEARNED, PREDICTOR_NAMES
 from prefetch_runtime.config import POLICIES, ConfigError, PrefetchConfig
-from prefetch_runtime.early_refusals import refuse_on_cpu
+from prefetch_runtime.early_refusals import check_output, refuse_on_cpu
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.offline import empty_log, generate
 from prefetch_runtime.passed_on import overrides_model, passed_on
@@ -21,6 +21,7 @@ from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
     check_plot,
+    learn,
     plot,
     simulate_grid,
     to_json,
@@ -92,7 +93,7 @@ def trace(
     options: dict[str, Any] = {"enforce_eager": mode == "eager"}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
-    _check_output(output)
+    check_output(output, "--out")
     config = PrefetchConfig.from_mapping(settings)
     refuse_on_cpu(config, is_eager=mode == "eager", modes="use 'eager'")
     more = passed_on(context, instead_of_eager="--prefetch-mode says it, eager is the default")
@@ -123,24 +124,6 @@ def trace(
     )
 
 
-def _check_output(path: Path) -> None:
-    """Before minutes of recording: whether the trace can be written where it shall be.
-
-    Raises:
-        ConfigError: it cannot, or something that is no plain file would be replaced.
-    """
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ConfigError(f"--out: there is no folder {folder}")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"--out: {path} is no plain file; name another one")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write into {folder}: {error.strerror}") from None
-
-
 def simulate(
     trace_file: Annotated[Path, typer.Option("--trace", help="A recorded trace (.npz).")],
     slots: Annotated[str, typer.Option(help="Slots per layer, comma separated.")] = "8,16",
@@ -151,6 +134,16 @@ def simulate(
         str,
         typer.Option(help=f"{', '.join(PREDICTOR_NAMES)}; comma separated."),
     ] = "none",
+    predictor_table: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help=f"What a predictor has learned before ({', '.join(LEARNED)})."
+        ),
+    ] = None,
+    save_table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what one has learned from the trace."),
+    ] = None,
     link_gbs: Annotated[float, typer.Option(help="Link in 1e9 bytes/s.")] = 50.0,
     expert_mib: Annotated[float, typer.Option(help="MiB of one expert.")] = 9.0,
     compute_us: Annotated[float, typer.Option(help="Microseconds of a layer without stall.")] = 85,
@@ -183,6 +176,14 @@ def simulate(
         raise ConfigError(f"--trace: cannot read {trace_file}: {error.strerror}") from None
     if plot_file is not None:
         _check_plot(plot_file)
+    learning = [name for name in _names(predictor) if name in LEARNED]
+    if save_table is not None:
+        if len(learning) != 1:
+            raise ConfigError(
+                "--save-table writes what one predictor has learned; name one of "
+                f"{', '.join(LEARNED)} in --predictor"
+            )
+        check_output(save_table, "--save-table")
     if batch is not None:
         recorded = recorded.batched(batch)
     try:
@@ -193,6 +194,7 @@ def simulate(
             compute_us=compute_us,
             wide_steps=cast(Literal["expert", "token"], wide_steps),
             widen=widen,
+            predictor_table=predictor_table,
             budget_bytes=None if budget_mib is None else _bytes("--budget-mib", budget_mib),
         )
         results = simulate_grid(
@@ -206,6 +208,12 @@ def simulate(
         raise
     except ValueError as error:
         raise ConfigError(_spelled(str(error))) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--predictor-table: cannot read {error.filename}: {error.strerror}"
+        ) from None
+    if save_table is not None:
+        learn(recorded, replace(settings, predictor=learning[0])).save(save_table)
     if plot_file is not None:
         try:
             plot(results, plot_file)

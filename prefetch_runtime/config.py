@@ -22,6 +22,8 @@ CLI_SPELLING: Mapping[str, str] = {
     "policy": "--eviction-policy",
     "predictor": "--predictor",
     "predictor_widen": "--predictor-widen",
+    "predictor_table": "--predictor-table",
+    "save_table": "--save-table",
     "prefetch_budget_mib": "--prefetch-budget-mib",
     "staging_slots": "--staging-slots",
     "trace_tokens": "--max-trace-tokens",
@@ -72,6 +74,10 @@ class PrefetchConfig(BaseModel):
     """Guesses the next layer's experts ahead of its router."""
     predictor_widen: int = Field(default=2, ge=1, le=16)
     """Experts that a prediction names, as a multiple of top_k."""
+    predictor_table: str | None = Field(default=None, min_length=1)
+    """An .npz file of what `transition` or `frequency` has learned, to go on from."""
+    save_table: str | None = Field(default=None, min_length=1)
+    """The .npz file into which what it has learned is written when the engine ends."""
     prefetch_budget_mib: float | Literal["auto"] = "auto"
     """MiB of speculation per layer and step; "auto" = what the link has time for, and nothing where
     speculation does not pay."""

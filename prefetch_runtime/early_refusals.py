@@ -5,13 +5,16 @@ The worker's own checks (`vllm/checks.py`) stay: they see what vLLM makes of eve
 
 import errno
 import socket
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import metadata
 from itertools import pairwise
+from pathlib import Path
 
-from prefetch_runtime.config import CLI_SPELLING, ConfigError, PrefetchConfig
+from predictors import learned_class
+from prefetch_runtime.config import CLI_SPELLING, ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.refusals import (
     CPU_NEEDS_EAGER,
     NO_OFFLOADERS,
@@ -111,6 +114,52 @@ def refuse_taken_port(passed_on: Sequence[str]) -> None:
                 ) from None
         except UnicodeError:  # no name of a host, as vLLM will say
             return
+
+
+def refuse_tables(config: PrefetchConfig, num_experts: int | None = None) -> None:
+    """Files for what a predictor learns that cannot be read or written, or are not its own.
+
+    Args:
+        num_experts: of a MoE layer, where that is known.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    given = {key: getattr(config, key) for key in ("predictor_table", "save_table")}
+    for key, path in given.items():
+        if path is None or not config.enabled:
+            continue
+        try:
+            learned = learned_class(config.predictor)
+            if key == "predictor_table":
+                learned.check_table(Path(path), num_experts)
+        except ValueError as error:
+            raise ConfigError(f"{spelled(key)}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{spelled(key)}: cannot read {path}: {error.strerror}") from None
+        if key == "save_table":
+            check_output(Path(path), spelled(key))
+
+
+def check_output(path: Path, named: str) -> None:
+    """Before minutes of work: whether its result can be written where it shall be.
+
+    Args:
+        named: the option, for the message.
+
+    Raises:
+        ConfigError: it cannot, or something that is no plain file would be replaced.
+    """
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{named}: there is no folder {folder}")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{named}: {path} is no plain file; name another one")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{named}: cannot write into {folder}: {error.strerror}") from None
 
 
 def _number(text: str | None) -> float:

@@ -53,7 +53,8 @@ class HostPrefetcher:
             widen: experts that a prediction names, as a multiple of top_k, per token of the step.
             budget_bytes: of every layer and step, see `budgets`.
         """
-        self._predictor = predictor
+        self.predictor = predictor
+        """Asked and taught at every layer; may be replaced between steps."""
         self._copier = copier
         self._num_layers = num_layers
         self._top_k = top_k
@@ -74,7 +75,7 @@ class HostPrefetcher:
     @property
     def needs_guesses(self) -> bool:
         """Whether predictions need the next router's guesses (see `predictors.Evidence`)."""
-        return self._predictor.needs_guesses
+        return self.predictor.needs_guesses
 
     def target_of(self, layer_idx: int) -> int | None:
         """The layer that is predicted once this one has chosen; None past the last."""
@@ -136,7 +137,7 @@ class HostPrefetcher:
         if limit == 0 or count == 0:
             self._predicted_at[target] = time.perf_counter()
             return False
-        forecast = self._predictor.predict(target, Evidence(topk_ids, guesses), count)
+        forecast = self.predictor.predict(target, Evidence(topk_ids, guesses), count)
         experts, slots = table.reserve(forecast, now, limit)
         flights = self._flights.setdefault(target, deque())
         for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
@@ -150,7 +151,7 @@ class HostPrefetcher:
 
     def observe(self, layer_idx: int, topk_ids: IntArray) -> None:
         """Let the predictor learn what a layer chose, [T, K]."""
-        self._predictor.observe(layer_idx, topk_ids)
+        self.predictor.observe(layer_idx, topk_ids)
 
     def clear(self) -> None:
         """Wait for the copies and forget them; the caller clears the tables."""

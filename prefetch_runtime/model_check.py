@@ -24,13 +24,16 @@ from prefetch_runtime.shapes import SHAPES
 
 def check_model(
     model: str, config: PrefetchConfig, *, as_declared: bool = True, as_stored: bool = True
-) -> None:
+) -> int | None:
     """Say now what the worker would say after a minute of start-up.
 
     Args:
         as_declared: False where options of vLLM replace what config.json says, or what is loaded;
             then only the folder is looked for.
         as_stored: False where an option of vLLM may change the experts' format.
+
+    Returns:
+        Experts of a MoE layer, where the folder says so.
 
     Raises:
         ModelError: no such folder, a file in it that is cut off, experts of other sizes or of
@@ -39,10 +42,10 @@ def check_model(
     """
     folder = find_folder(model)
     if folder is not None and (not as_declared or in_mistrals_layout(folder)):
-        return
+        return None
     declared = read_config(model)
     if not config.enabled:
-        return
+        return None
     if folder is None or declared is None:
         if "/" not in model:
             hint = "; it is a shape without weights, for plan and bench" if model in SHAPES else ""
@@ -50,14 +53,15 @@ def check_model(
                 f"there is no model folder {model!r}, and names on the hub have an owner before "
                 f"them (owner/{model}){hint}"
             )
-        return
-    _check_declared(model, declared, config)
+        return None
+    num_experts = _check_declared(model, declared, config)
     if as_stored and config.expert_cache_gib is not None:
         _check_budget(model, declared, config.expert_cache_gib)
     _check_files(model, folder, declared)
+    return num_experts
 
 
-def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig) -> None:
+def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig) -> int | None:
     shape = expert_shape(declared)
     refused = refused_family(declared) if shape is None else why_refused(declared)
     if refused is not None:
@@ -66,7 +70,7 @@ def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig
         for part in sources(declared):
             check_whole(part, *NUM_EXPERTS)
         if may_have_experts(declared):  # in a place that is not known here
-            return
+            return None
         raise ModelError(
             f"{model!r} declares no experts (a dense model), so there is nothing to cache; "
             f"leave {spelled('slots_per_layer')} out"
@@ -83,6 +87,7 @@ def _check_declared(model: str, declared: dict[str, Any], config: PrefetchConfig
             f"{shape.top_k or 'some'} of {shape.num_experts} experts; set it between {top_k} and "
             f"{shape.num_experts}"
         )
+    return shape.num_experts
 
 
 def _check_budget(model: str, declared: dict[str, Any], gib: float) -> None:

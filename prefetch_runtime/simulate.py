@@ -26,12 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from predictors import (
+    LEARNED,
     MAX_FORECAST,
     Evidence,
     IdArray,
+    LearnedPredictor,
     Predictor,
     PredictorShape,
     create_predictor,
+    learned_class,
 )
 
 from .policies import EvictionPolicy, IntArray, create_policy
@@ -52,6 +55,8 @@ class SimulationSettings:
     num_slots: int
     policy: str = "lru"
     predictor: str = "none"
+    predictor_table: Path | None = None
+    """A file of what the predictor has learned before."""
     link_gbs: float = 50.0
     """Bandwidth of the link in 1e9 bytes/s; infinity makes every prefetch whole in time."""
     expert_bytes: int = 9 << 20
@@ -174,6 +179,8 @@ class SimulationResult:
         settings = asdict(self.settings)
         if math.isinf(self.settings.link_gbs):
             settings["link_gbs"] = None
+        if self.settings.predictor_table is not None:
+            settings["predictor_table"] = str(self.settings.predictor_table)
         counters = [field for field in LayerResult.__slots__ if field != "stall_us"]
         return {
             **settings,
@@ -244,7 +251,8 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
     """Replay a trace with one setting.
 
     Raises ValueError: more slots than experts, fewer than one token needs, an unknown policy or
-    predictor, a lookahead past the last layer, a predictor without the guesses that it needs.
+    predictor, a lookahead past the last layer, a predictor without the guesses that it needs, a
+    table that is not the predictor's or of another model. OSError: a table that cannot be read.
     """
     _check(trace, settings)
     predictor = _create_predictor(trace, settings)
@@ -280,16 +288,41 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
     return _result(trace, settings, layers, totals, num_steps=len(bounds) - 1)
 
 
+def learn(trace: Trace, settings: SimulationSettings) -> LearnedPredictor:
+    """What `settings.predictor` has learned when it has seen the whole trace, as in `simulate`.
+
+    Raises as `simulate`, and ValueError for a predictor that keeps no table.
+    """
+    learned_class(settings.predictor)
+    predictor = _create_predictor(trace, settings)
+    assert isinstance(predictor, LearnedPredictor)
+    for start, stop in pairwise(trace.step_bounds().tolist()):
+        for layer_idx in range(trace.num_layers):
+            predictor.observe(layer_idx, trace.topk[start:stop, layer_idx].astype(np.intp))
+    return predictor
+
+
 def simulate_grid(
     trace: Trace, settings: SimulationSettings, *,
     num_slots: Iterable[int], policies: Iterable[str], predictors: Iterable[str],
 ) -> list[SimulationResult]:  # fmt: skip
     """Every combination, everything else as in `settings`, with Belady's bound beside each.
 
-    Raises ValueError as `simulate` does, before anything is replayed.
+    `predictor_table` goes to those that learn. Raises as `simulate` does, before anything is
+    replayed, and ValueError for a table where nothing learns.
     """
+    predictors = list(predictors)
+    table = settings.predictor_table
+    if table is not None and not LEARNED.keys() & set(predictors):
+        learned_class(predictors[0])  # says which do
     combinations = [
-        replace(settings, num_slots=slots, policy=policy, predictor=predictor)
+        replace(
+            settings,
+            num_slots=slots,
+            policy=policy,
+            predictor=predictor,
+            predictor_table=table if predictor in LEARNED else None,
+        )
         for slots in num_slots
         for policy in policies
         for predictor in predictors
@@ -400,7 +433,7 @@ def _create_predictor(trace: Trace, settings: SimulationSettings) -> Predictor |
         top_k=trace.top_k,
         lookahead=settings.lookahead,
     )
-    predictor = create_predictor(settings.predictor, shape)
+    predictor = create_predictor(settings.predictor, shape, table=settings.predictor_table)
     if predictor.needs_guesses and trace.next_gate is None:
         raise ValueError(
             f"predictor {predictor.name!r} needs the array next_gate, which this trace does not "

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -583,6 +584,53 @@ class TestBadInput:
         early_refusals.refuse_taken_port(["--port", port])
 
     @BOTH
+    @pytest.mark.parametrize(
+        ("predictor", "option", "file", "words"),
+        [
+            ("transition", "--predictor-table", "gone.npz", "gone.npz: No such file or directory"),
+            ("transition", "--predictor-table", "frequency.npz", "no array 'transition_counts'"),
+            (
+                "frequency",
+                "--predictor-table",
+                "frequency.npz",
+                "[3, 16], expected [any, 32];",
+            ),
+            ("transition", "--predictor-table", "pickled.npz", "holds pickled objects"),
+            (
+                "next_gate",
+                "--predictor-table",
+                "frequency.npz",
+                "'next_gate' has no table",
+            ),
+            (
+                "next_gate",
+                "--save-table",
+                "new.npz",
+                "'next_gate' has no table",
+            ),
+            ("transition", "--save-table", "gone/t.npz", "there is no folder"),
+            ("transition", "--save-table", ".", "is no plain file"),
+        ],
+    )
+    def test_a_table_of_a_predictor_that_cannot_be_used(
+        self,
+        command: list[str],
+        predictor: str,
+        option: str,
+        file: str,
+        words: str,
+        run: Callable[..., Ran],
+        tmp_path: Path,
+    ) -> None:
+        np.savez(tmp_path / "frequency.npz", frequency_counts=np.zeros((3, 16), np.int32))
+        np.savez(tmp_path / "pickled.npz", transition_counts=np.array([{}], dtype=object))
+        given = ["--moe-expert-cache-size", "8", "--predictor", predictor, "--enforce-eager"]
+        if command[0] == "generate":
+            given.remove("--enforce-eager")
+        ran = run(command[0], TINY, *command[1:], *given, option, str(tmp_path / file))
+        _refused(ran, words, f"({option}): ")
+
+    @BOTH
     def test_a_dense_model(self, command: list[str], dense: str, run: Callable[..., Ran]) -> None:
         _refused(
             run(command[0], dense, *command[1:], "--moe-expert-cache-size", "8"),
@@ -851,6 +899,10 @@ class TestGenerate:
         assert run("generate", TINY, *given, *own, "-p", "b").status == 0
         assert calls[0]["passed_on"] == given
         assert calls[0]["prompts"] == ["a", "b"]
+        table = ["--predictor", "frequency", "--save-table", str(tmp_path / "t.npz")]
+        assert run("generate", TINY, *own, *table, "-p", "b").status == 0
+        assert calls[0]["after"] == []
+        assert calls[1]["after"] == [["prefetch_save_table", table[-1]]]
         # What vLLM takes for the model is not what the folder declares, so that is not checked.
         seen: list[bool] = []
         monkeypatch.setattr(
@@ -1059,6 +1111,10 @@ class TestServeOrder:
                 ["--moe-expert-cache-size", "8", "--predictor-widen", "3"],
                 "nothing is predicted, so 'predictor_widen' (--predictor-widen) would",
             ),
+            (
+                ["--moe-expert-cache-size", "8", "--save-table", "t.npz"],
+                "nothing is predicted, so 'save_table' (--save-table) would",
+            ),
         ):
             ran = run(*command, *given, "--enforce-eager")
             assert ran.status == 2
@@ -1117,6 +1173,36 @@ def test_simulate_says_what_it_assumes_and_which_options_change_it(
     assert "No time of the host: modes segmented and eager wait for it at each layer" in assumed
     given = run("simulate", "--trace", str(tmp_path / "t.npz"), "--budget-mib", "18")
     assert "speculation per layer: 18 MiB" in " ".join(given.out.split())
+
+
+def test_simulate_learns_a_table_and_goes_on_from_it(
+    run: Callable[..., Ran], tmp_path: Path
+) -> None:
+    trace = load_trace(ROOT / "models" / "tiny-moe-trace.npz")
+    parts = {"topk": trace.topk[:32], "sequence": trace.sequence[:32], "next_gate": None}
+    file, table = str(tmp_path / "t.npz"), str(tmp_path / "table.npz")
+    save_trace(Path(file), replace(trace, **parts))
+    replay = ["simulate", "--trace", file, "--slots", "8", "--json", "--predictor"]
+    new = run(*replay, "none,transition", "--save-table", table)
+    learned = run(*replay, "none,transition", "--predictor-table", table)
+    (_, before), (plain, after) = json.loads(new.out), json.loads(learned.out)
+    assert after["recall_among_misses"] > before["recall_among_misses"]
+    assert (plain["predictor_table"], after["predictor_table"]) == (None, table)
+    for given, words in (
+        (["none", "--predictor-table", table], "predictor 'none' has no table; those that learn"),
+        (
+            ["frequency", "--predictor-table", table],
+            "no array 'frequency_counts'; give a table",
+        ),
+        (
+            ["transition", "--predictor-table", "gone"],
+            "--predictor-table: cannot read gone: No su",
+        ),
+        (["none", "--save-table", table], "name one of transition, frequency in"),
+        (["transition,frequency", "--save-table", table], "one predictor has learned"),
+        (["transition", "--save-table", "/proc/t.npz"], "cannot write into /proc"),
+    ):
+        _refused(run(*replay, *given), words)
 
 
 @pytest.mark.parametrize("temperature", ["-0.1", "nan", "inf"])

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
+from predictors import PredictorShape, TransitionPredictor
 from prefetch_runtime import cli, early_refusals, model_shape, offline
 from prefetch_runtime.bench import environment, routing, servers
 from prefetch_runtime.bench import session as sessions
@@ -118,6 +119,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     for place in (tmp_path / "trace.npz", tmp_path / "models" / "tiny-moe-trace.npz"):
         save_trace(place, short)
+    shape = PredictorShape(num_layers=8, num_experts=32, top_k=4)
+    TransitionPredictor(shape).save(tmp_path / "table.npz")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

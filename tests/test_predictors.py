@@ -8,6 +8,7 @@ import pytest
 
 import graphs.prefetch
 from predictors import (
+    LEARNED,
     MAX_FORECAST,
     PREDICTOR_NAMES,
     Evidence,
@@ -285,6 +286,31 @@ def test_learned_table_of_another_model_or_kind_is_refused(
     path.write_bytes(b"rubbish")
     with pytest.raises(ValueError, match="damaged or not an npz file"):
         kind.load(path, SHAPE)
+
+
+def test_those_that_learn_have_a_table_and_no_others(tmp_path: Path) -> None:
+    made = {name: type(create_predictor(name, SHAPE)) for name in PREDICTOR_NAMES}
+    assert dict(LEARNED) == {name: cls for name, cls in made.items() if hasattr(cls, "save")}
+    for name in PREDICTOR_NAMES:
+        if name in LEARNED:
+            _learned(name).save(tmp_path / name)
+            loaded = create_predictor(name, SHAPE, table=tmp_path / name)
+            assert loaded.predict(1, _evidence(), 8) == _learned(name).predict(1, _evidence(), 8)
+            continue
+        with pytest.raises(ValueError, match=f"predictor '{name}' has no table; those that learn"):
+            create_predictor(name, SHAPE, table=tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_table_is_checked_before_the_number_of_layers_is_known(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    _learned(name).save(path)
+    for num_experts in (8, None):
+        LEARNED[name].check_table(path, num_experts)
+    with pytest.raises(ValueError, match=r"8\], expected \[any, .*16\]; give a table"):
+        LEARNED[name].check_table(path, 16)
+    with pytest.raises(FileNotFoundError):
+        LEARNED[name].check_table(tmp_path / "gone", 8)
 
 
 def test_transition_refuses_a_table_that_could_not_be_loaded_again() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import time
 from dataclasses import replace
 from functools import cache
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 import prefetch_runtime.simulate as simulator
-from predictors import Evidence, OraclePredictor
+from predictors import LEARNED, Evidence, OraclePredictor
 from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
     belady_hit_rate,
+    learn,
     plot,
     simulate,
     simulate_grid,
@@ -439,7 +441,7 @@ def test_a_predictor_is_told_no_guesses_of_layers_that_have_not_been_computed(
             told.append(evidence.next_gate is not None)
             return super().predict(layer_idx, evidence, count)
 
-    monkeypatch.setattr(simulator, "create_predictor", lambda _, shape: Mine(shape))
+    monkeypatch.setattr(simulator, "create_predictor", lambda _, shape, **__: Mine(shape))
     trace = _random(0, tokens=3, layers=4, num_experts=8, top_k=2)
     for lookahead in (1, 2):
         told.clear()
@@ -455,3 +457,44 @@ def test_one_layer_has_nothing_to_predict() -> None:
     assert simulate(trace, SimulationSettings(num_slots=4)).total("hits") == 1
     with pytest.raises(ValueError, match="one MoE layer has no later one to predict"):
         simulate(trace, SimulationSettings(num_slots=4, predictor="oracle"))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_table_learned_from_a_trace_is_gone_on_from(name: str, tmp_path: Path) -> None:
+    trace = _random(0, tokens=40, layers=3, num_experts=8, top_k=2)
+    settings = SimulationSettings(num_slots=4, predictor=name, link_gbs=math.inf)
+    table = tmp_path / "t.npz"
+    once = learn(trace, settings)
+    once.save(table)
+    twice = learn(trace, replace(settings, predictor_table=table))
+    np.testing.assert_array_equal(twice.counts, 2 * once.counts)
+    assert once.counts.sum() > 0
+    grid = {"num_slots": [4], "policies": ["lru"], "predictors": ["none", name]}
+    plain, new = simulate_grid(trace, settings, **grid)
+    same, learned = simulate_grid(trace, replace(settings, predictor_table=table), **grid)
+    assert plain.layers == same.layers
+    assert new.absent_and_predicted < learned.absent_and_predicted
+    assert learned.as_dict()["predictor_table"] == str(table)
+
+
+def test_a_table_that_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
+    trace = _random(0, tokens=4, layers=3, num_experts=8, top_k=2)
+    settings = SimulationSettings(num_slots=4, predictor="frequency")
+    learn(trace, settings).save(tmp_path / "t.npz")
+    np.savez(tmp_path / "p.npz", frequency_counts=np.array([{}], dtype=object))
+    other = _random(0, tokens=4, layers=4, num_experts=8, top_k=2)
+    for table, of, predictor, message in (
+        ("t.npz", other, "frequency", r"shape \[3, 8\], expected \[4, 8\]; give a table that"),
+        ("t.npz", trace, "transition", "no array 'transition_counts'; give a table that predictor"),
+        ("p.npz", trace, "frequency", "pickled objects"),
+        ("t.npz", trace, "next_gate", "'next_gate' has no table; .* transition and frequency"),
+    ):
+        changed = replace(settings, predictor_table=tmp_path / table, predictor=predictor)
+        with pytest.raises(ValueError, match=message):
+            simulate(of, changed)
+        with pytest.raises(ValueError, match=message):
+            simulate_grid(of, changed, num_slots=[4], policies=["lru"], predictors=[predictor])
+    with pytest.raises(FileNotFoundError):
+        simulate(trace, replace(settings, predictor_table=tmp_path / "gone.npz"))
+    with pytest.raises(ValueError, match="predictor 'none' has no table"):
+        learn(trace, SimulationSettings(num_slots=4))

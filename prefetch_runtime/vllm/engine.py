@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
-from predictors import PredictorShape, create_predictor
+from predictors import LearnedPredictor, Predictor, PredictorShape, create_predictor
+from predictors.npz import NpzError
 from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.copier import create_copier
@@ -65,6 +67,8 @@ class PrefetchEngine:
         self._top_k = 0
         self._bar: tqdm[None] | None = None
         self._gates: list[torch.nn.Module | None] = []
+        self._prefetcher: HostPrefetcher | None = None
+        self._has_begun = False
         self.record_guesses = False
         """Whether a recorded trace holds the next routers' guesses."""
         self.counts_loads = False
@@ -111,18 +115,14 @@ class PrefetchEngine:
         config = self.config
         if config.predictor == "none":
             return
-        first = self.host_store.layer(0)
         try:
-            shape = PredictorShape(
-                num_layers=self._num_layers, num_experts=first.num_experts, top_k=self._top_k
-            )
-            predictor = create_predictor(config.predictor, shape)
+            predictor = self._new_predictor()
             budget = config.prefetch_budget_mib
             budget_bytes = 0 if budget == "auto" else int(budget * 2**20)
             if self.mode == "full":
                 self.scheduler.predict_on_device(predictor, budget_bytes=budget_bytes)
             else:
-                prefetcher = HostPrefetcher(
+                self._prefetcher = HostPrefetcher(
                     predictor,
                     create_copier(self.device),
                     num_layers=self._num_layers,
@@ -130,7 +130,9 @@ class PrefetchEngine:
                     widen=config.predictor_widen,
                     budget_bytes=budget_bytes,
                 )
-                self.scheduler.attach_prefetcher(prefetcher)
+                self.scheduler.attach_prefetcher(self._prefetcher)
+        except NpzError as error:
+            raise ConfigError(f"{spelled('predictor_table')}: {error}") from None
         except ValueError as error:
             raise ConfigError(f"{spelled('predictor')} {config.predictor!r}: {error}") from None
         if budget == "auto":
@@ -142,6 +144,29 @@ class PrefetchEngine:
             self.check_gates(
                 f"{spelled('predictor')} {config.predictor!r}", "choose another predictor"
             )
+
+    def _new_predictor(self) -> Predictor:
+        shape = PredictorShape(
+            num_layers=self._num_layers,
+            num_experts=self.host_store.layer(0).num_experts,
+            top_k=self._top_k,
+        )
+        table = self.config.predictor_table
+        return create_predictor(
+            self.config.predictor, shape, table=None if table is None else Path(table)
+        )
+
+    def learn_anew(self) -> None:
+        """Let the predictor begin with its table, or with nothing, whatever has been computed."""
+        if self._prefetcher is not None:
+            self._prefetcher.predictor = self._new_predictor()
+            self._has_begun = True
+
+    @property
+    def learned(self) -> LearnedPredictor | None:
+        """What the predictor has learned since `learn_anew`; None if it keeps no table."""
+        predictor = None if self._prefetcher is None else self._prefetcher.predictor
+        return predictor if self._has_begun and isinstance(predictor, LearnedPredictor) else None
 
     def _make_room_for_a_trace(self) -> None:
         """Captured graphs record what they were captured to record."""

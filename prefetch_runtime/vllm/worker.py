@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.config import VllmConfig
@@ -10,8 +11,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 import prefetch_runtime
+from predictors import LEARNED
 from prefetch_runtime.audit import audit
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
+from prefetch_runtime.early_refusals import refuse_tables
 from prefetch_runtime.metrics import MetricsPublisher, check_multiprocess_mode, start_metrics
 from prefetch_runtime.pinned import HostMemoryError
 from prefetch_runtime.recorder import TraceRecorder
@@ -80,6 +83,7 @@ class PrefetchWorker(BaseWorker):
         if self.prefetch_config.enabled:
             check_vllm_config(vllm_config)
             check_declared_slots(vllm_config, self.prefetch_config)
+            refuse_tables(self.prefetch_config, vllm_config.model_config.get_num_experts() or None)
             if self.prefetch_config.metrics:
                 check_multiprocess_mode()
             self.prefetch_mode = self._choose_mode(vllm_config)
@@ -129,6 +133,7 @@ class PrefetchWorker(BaseWorker):
         times = super().compile_or_warm_up_model()
         if self.prefetch_engine is not None:
             self.prefetch_engine.scheduler.reset()
+            self.prefetch_engine.learn_anew()
             self.prefetch_engine.preload()
             if self.prefetch_config.metrics:
                 self.prefetch_metrics = start_metrics(self.prefetch_engine.scheduler, self.device)
@@ -139,9 +144,20 @@ class PrefetchWorker(BaseWorker):
         if self.prefetch_metrics is not None:
             self.prefetch_metrics.close()
         try:
-            super().shutdown()
+            self._save_what_was_learned()
         finally:
-            self._close_cache()
+            try:
+                super().shutdown()
+            finally:
+                self._close_cache()
+
+    def _save_what_was_learned(self) -> None:
+        """Where the settings say so, unless the start was cut short."""
+        path = self.prefetch_config.save_table
+        learned = None if self.prefetch_engine is None else self.prefetch_engine.learned
+        if path is not None and learned is not None:
+            learned.save(Path(path))
+            logger.info("Expert cache: what the predictor has learned is in %s", path)
 
     def _close_cache(self) -> None:
         if self.prefetch_engine is not None:
@@ -231,6 +247,20 @@ class PrefetchWorker(BaseWorker):
             "dropped": recorder.num_dropped,
             "dropped_steps": recorder.num_dropped_steps,
         }
+
+    def prefetch_save_table(self, path: str) -> None:
+        """Write what the predictor has learned so far to an .npz, for `predictor_table`.
+
+        Raises:
+            UnsupportedError: the predictor keeps no table.
+        """
+        learned = None if self.prefetch_engine is None else self.prefetch_engine.learned
+        if learned is None:
+            raise UnsupportedError(
+                f"nothing is learned that could be saved; set {spelled('predictor')} to "
+                f"{' or '.join(LEARNED)}"
+            )
+        learned.save(Path(path))
 
     # Refused while the cache is on
 

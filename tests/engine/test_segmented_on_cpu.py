@@ -6,11 +6,13 @@ them does not happen again, unless a segment ended there.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from predictors import PredictorShape, TransitionPredictor
 from prefetch_runtime.stats import RuntimeStats
 from tests.engine.gpu_runs import (
     NUM_LAYERS,
@@ -40,6 +42,7 @@ RUNS = [
         "requests": [[0, prompt(5, 1), 12], [4, prompt(40, 2), 6], [6, prompt(9, 3), 4]],
     },
 ]
+SHAPE = PredictorShape(num_layers=NUM_LAYERS, num_experts=32, top_k=TOP_K)
 BUDGET = {"prefetch_budget_mib": 16.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "lru-8": {"slots_per_layer": 8},
@@ -53,9 +56,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+BEFORE = 1000
+"""What every count of the table is with which the predictor of `learned-16` begins."""
+
+
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where that table is (before.npz), and what is saved at the end (after.npz)."""
+    folder = tmp_path_factory.mktemp("tables")
+    before = TransitionPredictor(SHAPE)
+    before.counts[:] = BEFORE
+    before.save(folder / "before.npz")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory, tables: Path) -> dict[str, Any]:
     def cached(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        if name == "learned-16":
+            of_table = {"predictor_table": "before", "save_table": "after"}
+            settings = {**settings, **{k: str(tables / f"{v}.npz") for k, v in of_table.items()}}
         made = engine(name, RUNS, settings, llm={"enforce_eager": True})
         made["llm"]["worker_cls"] = "tests.engine.segmented_worker.SegmentedWorker"
         return made
@@ -122,3 +142,15 @@ def test_predictions_were_made_between_segments(records: dict[str, Any]) -> None
     assert predicted("lru-8").total("prefetched") == 0
     assert predicted("predicted-16").total("prefetch_used") > 50
     assert predicted("learned-16").total("prefetch_used") > 0
+
+
+@pytest.mark.usefixtures("records")
+def test_what_was_learned_goes_on_from_a_table_and_is_saved_at_the_end(tables: Path) -> None:
+    learned = TransitionPredictor.load(tables / "after.npz", SHAPE).counts - BEFORE
+    assert (learned >= 0).all()
+    fed = 0  # the last token of a request is never fed back
+    for run in RUNS:
+        asked = run.get("requests") or [[0, p, run["max_tokens"]] for p in run["prompts"]]
+        fed += sum(len(prompt) + new - 1 for _, prompt, new in asked)
+    # No more than that: what vLLM's warm-up routed is forgotten.
+    assert learned.sum(axis=(1, 2)).tolist() == [fed * TOP_K**2] * (NUM_LAYERS - 1)
