@@ -278,7 +278,7 @@ class DeviceScheduler(Scheduler):
         if hook is not None and branch is not None and guesses is not None:
             # After this layer's demand, beside its experts and the attention that follows.
             with branch.fork():
-                forecast = _forecast(guesses(), padding, hook.max_forecast)
+                forecast = _forecast(guesses(), padding, hook.max_forecast, self.table.num_experts)
                 hook.reserve(layer_idx + 1, forecast)
                 hook.fill(layer_idx + 1)
         return slot_ids
@@ -583,10 +583,29 @@ class BudgetLoop:
 
 
 def _forecast(
-    guesses: torch.Tensor, padding: torch.Tensor | None, max_forecast: int
+    guesses: torch.Tensor, padding: torch.Tensor | None, max_forecast: int, num_experts: int
 ) -> torch.Tensor:
     """[F] int32: every token's best guess, then every second one, as `predictors.by_rank` orders
-    them; repeats are left in, and skipped by the kernel. Rows of padding guess nothing."""
+    them. Rows of padding guess nothing, so -1 may stand anywhere.
+
+    What is more than `max_forecast` is cut off after repeats have been left out, as on the host.
+    Fewer may hold repeats, which the kernel skips.
+    """
     if padding is not None:
         guesses = without_padding(guesses, padding)
-    return guesses.t().reshape(-1)[:max_forecast].to(torch.int32).contiguous()
+    ranked = guesses.t().reshape(-1)
+    if ranked.numel() > max_forecast:
+        ranked = _first_different(ranked, max_forecast, num_experts)
+    return ranked.to(torch.int32).contiguous()
+
+
+def _first_different(ids: torch.Tensor, most: int, num_experts: int) -> torch.Tensor:
+    """[min(most, num_experts)]: the first different ids, in order; -1 where there are no more.
+
+    By operations that a graph can hold: each expert's first place, then the lowest places.
+    """
+    places = torch.arange(ids.numel(), device=ids.device)
+    first = torch.full((num_experts + 1,), ids.numel(), device=ids.device)
+    first.scatter_reduce_(0, ids.long() % (num_experts + 1), places, "amin")  # -1 is the last
+    lowest, experts = first[:num_experts].topk(min(most, num_experts), largest=False)
+    return experts.masked_fill(lowest == ids.numel(), -1)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from predictors import PredictorShape, create_predictor
+from predictors import MAX_FORECAST, PredictorShape, create_predictor
+from predictors.base import by_rank
 from prefetch_runtime.audit import audit
 from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import HostCopier
-from prefetch_runtime.device_scheduler import DeviceScheduler
+from prefetch_runtime.device_scheduler import DeviceScheduler, _forecast
 from prefetch_runtime.hit_rates import create_hit_rates
 from prefetch_runtime.host_store import HostStore, RecordLayout
 from prefetch_runtime.model_sizes import model_sizes
@@ -316,6 +317,33 @@ def test_a_forecast_is_brought_in_before_its_demand() -> None:
     layer = device.stats().layers[1]
     assert (layer.hits, layer.misses, layer.prefetched, layer.prefetch_used) == (1, 1, 3, 1)
     assert audit(device) == []
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(3, 4), (16, 4), (5, 16), (40, 6)])
+@pytest.mark.parametrize("num_experts", [16, 128])
+def test_both_forms_predict_the_same_experts(tokens: int, width: int, num_experts: int) -> None:
+    """Of many guesses that are alike, too: repeats take no place among the 64."""
+    random = np.random.default_rng(tokens)
+    for low in (0.3, 4.0):  # most of the guesses are of few experts; of all
+        ids = (num_experts * random.beta(low, 4.0, (tokens, width))).astype(np.int64)
+        padding = torch.from_numpy(random.integers(-1, 3, tokens))
+        known = ids[padding.numpy() >= 0]
+        want = by_rank(known, min(MAX_FORECAST, width * len(known)))
+        forecast = _forecast(torch.from_numpy(ids), padding, MAX_FORECAST, num_experts)
+        assert forecast.dtype == torch.int32
+        assert forecast.numel() <= MAX_FORECAST
+        assert [e for e in dict.fromkeys(forecast.tolist()) if e >= 0] == want
+
+
+def test_a_wide_steps_last_guess_is_prefetched_behind_many_repeats() -> None:
+    device = _device()
+    shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    device.predict_on_device(create_predictor("next_gate", shape))
+    guesses = torch.tensor([[9, 3]] * 40 + [[9, 4]])  # 4 is the last of 82
+    device.fetch(0, _ids([1, 2]), guesses=lambda: guesses)
+    device.fetch(1, _ids([4, 5]))
+    layer = device.stats().layers[1]
+    assert (layer.hits, layer.prefetched) == (1, 3)
 
 
 @pytest.mark.parametrize("how", ["captured", "by the host", "by token"])

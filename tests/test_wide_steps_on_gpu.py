@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from predictors import MAX_FORECAST
+from predictors.base import by_rank
 from prefetch_runtime.audit import audit
 from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_store import HostStore, RecordLayout
@@ -189,3 +191,21 @@ def test_captured_waves_follow_the_routing_of_every_replay() -> None:
         assert stats.total("evictions") > 0
         assert stats.stall_seconds > 0
         scheduler.close()
+
+
+@pytest.mark.gpu
+def test_a_captured_forecast_follows_the_guesses_of_each_replay() -> None:
+    from prefetch_runtime.device_scheduler import _forecast
+
+    num_experts, random = 128, np.random.default_rng(0)
+    made = [random.integers(0, num_experts, (16, 16)) for _ in range(3)]
+    guesses = torch.from_numpy(made[0]).cuda()
+    _forecast(guesses, None, MAX_FORECAST, num_experts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forecast = _forecast(guesses, None, MAX_FORECAST, num_experts)
+    for ids in made:
+        guesses.copy_(torch.from_numpy(ids))
+        graph.replay()
+        assert forecast.tolist() == by_rank(ids, MAX_FORECAST)
