@@ -202,6 +202,17 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _MXFP4,
 }
 """The `quantization_config` of those that are published quantised."""
+_POSITIONS = {
+    "qwen3-30b-a3b": 40960,
+    "mixtral-8x7b": 32768,
+    "olmoe-1b-7b": 4096,
+    "deepseek-v2-lite": 163840,
+    "gpt-oss-20b": 131072,
+    "gpt-oss-120b": 131072,
+    "qwen3-235b-a22b": 40960,
+    "deepseek-v3": 163840,
+}
+"""Tokens that a sequence may have, with the rope scaling that the model is published with."""
 
 
 def shape_config(name: str, *, layers: int | None = None) -> dict[str, Any]:
@@ -225,12 +236,13 @@ def shape_config(name: str, *, layers: int | None = None) -> dict[str, Any]:
 
 
 def published_config(name: str) -> dict[str, Any]:
-    """The config of a named shape in the format that the model is published in.
+    """The config of a named shape in the format that the model is published in, and as long.
 
     Raises:
         ValueError: an unknown name.
     """
     config = shape_config(name)
+    config["max_position_embeddings"] = _POSITIONS[name]
     if name in _PUBLISHED:
         config["quantization_config"] = dict(_PUBLISHED[name])
     return config
