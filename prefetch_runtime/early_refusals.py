@@ -29,31 +29,44 @@ _SHORT = {f"-{kind[0]}p": f"--{kind}-parallel-size" for kind in ("tensor", "pipe
 
 OPTIONS = tuple(option for key, option in CLI_SPELLING.items() if key != "trace_tokens")
 """The options of `serve` that are not vLLM's."""
-_OTHER_NAMES = {
-    f"--{key.replace('_', '-')}": option for key, option in CLI_SPELLING.items() if "_" in key
+OTHER_NAMES = {
+    f"--{key.replace('_', '-')}": option
+    for key, option in CLI_SPELLING.items()
+    if option in OPTIONS and f"--{key.replace('_', '-')}" != option
+} | {
+    "--slots": "--moe-expert-cache-size",
+    "--widen": "--predictor-widen",
+    "--budget-mib": "--prefetch-budget-mib",
 }
-"""As the settings are called in `--additional-config`; vLLM has none of these."""
+"""As the settings are called in `--additional-config`, and by `demo`, `bench` and `simulate`; vLLM
+has none of these."""
 CLOSE = 0.86
 """How like one of ours a misspelt option is, in difflib's ratio. Of all that vLLM 0.26 to 0.33
 takes, shortened or not, nothing is above 0.8."""
 
 
-def refuse_misspelt(passed_on: Sequence[str], options: Sequence[str] = OPTIONS) -> None:
-    """An option that is passed on to vLLM, but is one of `options` with another spelling.
+def refuse_misspelt(passed_on: Sequence[str], own: Sequence[str] = OPTIONS) -> None:
+    """An option that is passed on to vLLM, but is one of ours under another name or spelling.
+
+    Args:
+        own: the options of the command; it may have fewer than `serve`.
 
     Raises:
-        ConfigError: names the option that is nearest, or those that begin like it.
+        ConfigError: names the option that was meant, the nearest, or those that begin like it.
     """
+    known = list(dict.fromkeys((*OPTIONS, *own)))
     for argument in passed_on:
         given = argument.partition("=")[0]
-        if not given.startswith("--") or given in options:
+        if not given.startswith("--") or given in own:
             continue
         name = given.replace("_", "-").partition(".")[0]
-        near = get_close_matches(name, options, n=1, cutoff=CLOSE)
-        if name in _OTHER_NAMES and _OTHER_NAMES[name] in OPTIONS:
-            raise ConfigError(f"unknown option {given}; here it is {_OTHER_NAMES[name]}")
-        if near:
-            longer = [option for option in options if option.startswith(name)]
+        meant = given if given in OPTIONS else OTHER_NAMES.get(name)
+        if meant in own:
+            raise ConfigError(f"unknown option {given}; here it is {meant}")
+        if meant is not None:
+            raise ConfigError(f"unknown option {given}; serve has {meant}, this command has not")
+        if near := get_close_matches(name, known, n=1, cutoff=CLOSE):
+            longer = [option for option in known if option.startswith(name)]
             raise ConfigError(
                 f"unknown option {given}; did you mean {' or '.join(longer or near)}?"
             )

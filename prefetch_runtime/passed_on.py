@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from prefetch_runtime.config import ConfigError
-from prefetch_runtime.early_refusals import OPTIONS, refuse_misspelt, refuse_options
+from prefetch_runtime.early_refusals import refuse_misspelt, refuse_options
 from prefetch_runtime.serve_file import full_name
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -78,7 +78,7 @@ def passed_on(
             "after --prompt"
         )
     own = {option for parameter in context.command.params for option in parameter.opts}
-    refuse_misspelt(arguments, sorted(own.union(OPTIONS)))
+    refuse_misspelt(arguments, sorted(own))
     for argument in arguments:
         name, given = option_name(argument), argument.partition("=")[0]
         if name in _SET_HERE:

@@ -242,8 +242,17 @@ class TestServe:
         words = f"error: unknown option {given}; here it is --moe-expert-cache-size\n"
         for arguments in ([HUB, given, "8"], [HUB, f"{given}=8"]):
             _refused(run("serve", *arguments), words)
-        words = "unknown option --expert-cache-gib; here it is --moe-expert-cache-gib"
-        _refused(run("serve", HUB, "--expert-cache-gib", "8"), words)
+        for given, here in (
+            ("--expert-cache-gib", "--moe-expert-cache-gib"),
+            ("--mode", "--prefetch-mode"),
+            ("--policy", "--eviction-policy"),
+            ("--metrics", "--expert-cache-metrics"),
+            ("--slots", "--moe-expert-cache-size"),
+            ("--widen", "--predictor-widen"),
+            ("--budget-mib", "--prefetch-budget-mib"),
+        ):
+            words = f"error: unknown option {given}; here it is {here}\n"
+            _refused(run("serve", HUB, given, "8"), words)
         assert not executed
 
     def test_the_options_that_can_be_misspelt_are_those_of_serve(self) -> None:
@@ -920,6 +929,9 @@ class TestGenerate:
             (["--max-tokn", "5"], "unknown option --max-tokn; did you mean --max-tokens?"),
             (["--max_token=5"], "unknown option --max_token; did you mean --max-tokens?"),
             (["--moe-expert-cache-sise", "8"], "did you mean --moe-expert-cache-size?"),
+            (["--mode=full"], "unknown option --mode; here it is --prefetch-mode"),
+            (["--expert-cache-metrics"], "serve has --expert-cache-metrics, this command has not"),
+            (["--metrics"], "serve has --expert-cache-metrics, this command has not"),
             (["--worker-cls", "x"], "--worker-cls cannot be passed on: the expert cache sets it"),
             (["--additional_config={}"], "--additional_config cannot be passed on: give the"),
             (["--model", "x"], "--model cannot be passed on: the model is the first argument"),

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from prefetch_runtime.early_refusals import refuse_misspelt
+from prefetch_runtime.early_refusals import OTHER_NAMES, refuse_misspelt
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIABLE = "PREFETCH_RUNTIME_VLLM_SOURCES"
@@ -634,7 +634,25 @@ class TestOptions:
             names |= {field.replace("_", "-") for field in fields}
         assert {"enforce-eager", "tensor-parallel-size", "port", "kv-cache-metrics"} <= names
         names |= {f"no-{name}" for name in names}
-        refuse_misspelt([f"--{name[:end]}" for name in names for end in range(1, len(name) + 1)])
+        spelt = {f"--{name[:end]}" for name in names for end in range(1, len(name) + 1)}
+        refuse_misspelt(sorted(spelt - OTHER_NAMES.keys()))
+
+    def test_another_name_of_one_of_ours_is_none_of_vllms(self, vllm: Source) -> None:
+        names: set[str] = set()
+        for folder in ("engine", "entrypoints"):
+            for path in (vllm.root / folder).rglob("*.py"):
+                text = path.read_text()
+                names |= set(re.findall(r"\"(--[a-z][a-z0-9-]+)\"", text))
+                front = re.search(
+                    r"^class BaseFrontendArgs.*?^def ", text, re.MULTILINE | re.DOTALL
+                )
+                fields = re.findall(r"^    ([a-z]\w+): ", front[0], re.MULTILINE) if front else []
+                names |= {f"--{field.replace('_', '-')}" for field in fields}
+        assert {"--scheduling-policy", "--model", "--ssl-keyfile", "--chat-template"} <= names
+        for name in OTHER_NAMES:
+            longer = [option for option in names if option.startswith(name)]
+            assert name not in names
+            assert len(longer) != 1, f"vLLM takes {name} for {longer[0]}"
 
     def test_offline_runs_find_the_parser_of_vllms_options(self, vllm: Source) -> None:
         parser = vllm.function("utils/argparse_utils.py", "parse_args", "FlexibleArgumentParser")
