@@ -10,6 +10,8 @@ from typing import Any
 from prefetch_runtime.shapes import SHAPES, published_config
 
 MAX_CONFIG_BYTES = 4 << 20
+LARGEST = 1 << 31
+"""More than any number of a model's sizes."""
 CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
 """Where NVIDIA's modelopt, up to 0.29, wrote what later versions write into config.json."""
@@ -331,3 +333,20 @@ def first_int(config: dict[str, Any], *names: str) -> int | None:
         if numbers and all(type(number) is int and number > 0 for number in numbers):
             return int(max(numbers))
     return None
+
+
+def bounded(config: dict[str, Any], *names: str, most: int = LARGEST) -> int:
+    """The first positive number under one of the names; ModelError if there is none, or absurd."""
+    check_whole(config, *names)
+    value = optional(config, *names, most=most)
+    if value is None:
+        raise ModelError(f"the config.json has no positive whole number {' or '.join(names)}")
+    return value
+
+
+def optional(config: dict[str, Any], *names: str, most: int = LARGEST) -> int | None:
+    """The same where it may be missing."""
+    value = first_int(config, *names)
+    if value is not None and value > most:
+        raise ModelError(f"the config.json has an absurd {names[0]}, more than {most}")
+    return value

@@ -6,18 +6,21 @@ Shapes: E = experts, H = hidden, I = intermediate of one expert.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefetch_runtime.model_refusals import NEAREST, quant_method, skipped_modules
 from prefetch_runtime.model_shape import (
     NUM_EXPERTS,
     TOP_K,
     ModelError,
+    bounded,
     check_whole,
     expert_shape,
     first_int,
+    optional,
     sources,
 )
+from prefetch_runtime.state_layers import state_layer
 
 KNOWN_FAMILIES = (
     "deepseek_v2",
@@ -28,17 +31,23 @@ KNOWN_FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
 )
-"""Values of `model_type` whose layers `model_sizes` counts as vLLM builds them."""
+"""Values of `model_type` whose layers are counted as vLLM builds them, to the parameter."""
+
+OTHER_FAMILIES = (
+    "ernie4_5_moe",
+    "gemma4_text",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "llama4_text",
+    "nemotron_h",
+    "qwen3_next",
+)
+"""Those of which it may miss some norms and biases."""
 
 _WITHOUT_KV = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 """Entries of `layer_types` whose layers keep a state of one size."""
-
-_LINEAR_KEYS = (
-    "linear_num_key_heads",
-    "linear_key_head_dim",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-)
 
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _SHARED_COUNT = (
@@ -51,7 +60,9 @@ _SHARED_COUNT = (
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _RECORD_ALIGNMENT = 256
-_LARGEST = 1 << 31
+_MOST_LAYERS = 10_000
+_FIRST_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+"""What models call the number of layers at the front without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +157,7 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
     text = next(s for s in reversed(sources(config)) if first_int(s, *NUM_EXPERTS))
     notes: list[str] = []
     family = text.get("model_type")
-    if family not in KNOWN_FAMILIES:
+    if family not in KNOWN_FAMILIES + OTHER_FAMILIES:
         family = family if isinstance(family, str) and family.isidentifier() else "unnamed"
         notes.append(
             f"the layers of model type {family[:40]} are taken to be those of a plain decoder: "
@@ -154,139 +165,182 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         )
     if text is not config:
         notes.append("only the text model is counted, not its vision or audio parts")
-    num_experts = _bounded(text, *NUM_EXPERTS, most=1 << 20)
-    top_k = _bounded(text, *TOP_K)
+    num_experts = bounded(text, *NUM_EXPERTS, most=1 << 20)
+    top_k = bounded(text, *TOP_K)
     if top_k > num_experts:
         raise ModelError(f"the config.json routes to {top_k} of {num_experts} experts")
 
-    hidden = _bounded(text, "hidden_size")
-    num_layers = _bounded(text, "num_hidden_layers", most=10_000)
-    moe_layers = sum(_has_experts(text, index) for index in range(num_layers))
-    if not moe_layers:
+    hidden = bounded(text, "hidden_size")
+    layers = _layers(text, family)
+    if not layers.moe:
         raise ModelError("the config.json declares experts, but no layer has them")
     plain = _plain_format(config, text, notes)
     stored, dense = _formats(config, text, plain, notes)
 
-    inner = _bounded(text, "moe_intermediate_size", "intermediate_size")
-    tensors = [*stored.tensors(2 * inner, hidden), *stored.tensors(hidden, inner)]
+    inner = bounded(text, "moe_intermediate_size", "intermediate_size")
+    gates = 0 if family == "nemotron_h" else 1  # whose experts and MLPs are of two matrices
+    latent = optional(text, "moe_latent_size") or hidden
+    tensors = [*stored.tensors((1 + gates) * inner, latent), *stored.tensors(latent, inner)]
     if family == "gpt_oss":
         tensors += [*plain.tensors(2 * inner, 1), *plain.tensors(hidden, 1)]
 
-    attention, kv_elements = _attention(text, hidden, dense)
-    attending = sum(_keeps_kv(text, index) for index in range(num_layers))
-    linear = _linear_attention(text, hidden, dense, plain)
-    if attending < num_layers:
-        taken = ", and their weights are taken to be those of attention" if linear is None else ""
+    attention, kv = _attention(text, hidden, dense)
+    full_attention, full_kv = _attention(_full_attention(text), hidden, dense)
+    keeping = state_layer(text, hidden)
+    state = attention
+    if keeping is not None:
+        state = plain.nbytes(1, keeping.plain) + sum(dense.nbytes(*m) for m in keeping.linear)
+    if layers.keeping:
+        taken = ", and their weights are taken to be those of attention" if keeping is None else ""
         notes.append(
-            f"{num_layers - attending} of the {num_layers} layers keep a state in place of a KV "
+            f"{layers.keeping} of the {layers.total} layers keep a state in place of a KV "
             f"cache; it is not counted{taken}"
         )
     shared = _shared_intermediate(text, family, inner)
-    vocabulary = plain.nbytes(_bounded(text, "vocab_size"), hidden)
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True
-    dense_layers = num_layers - moe_layers
+    vocabulary = plain.nbytes(bounded(text, "vocab_size"), hidden)
     read = (
         vocabulary
-        + num_layers * plain.nbytes(2, hidden)
-        + attending * attention
-        + (num_layers - attending) * (attention if linear is None else linear)
+        + layers.norms * plain.nbytes(1, hidden)
+        + layers.windowed * attention
+        + (layers.attending - layers.windowed) * full_attention
+        + layers.keeping * state
         + plain.nbytes(1, hidden)
-        + moe_layers * plain.nbytes(num_experts, hidden)
-        + (moe_layers * dense.nbytes(3 * shared, hidden) if shared else 0)
-        + (dense_layers and dense_layers * dense.nbytes(3 * _dense_inner(text), hidden))
+        + layers.moe * plain.nbytes(num_experts, hidden)
+        + (layers.moe * dense.nbytes((2 + gates) * shared, hidden) if shared else 0)
+        + (layers.moe * dense.nbytes(2 * latent, hidden) if latent != hidden else 0)
+        + (layers.mlp and layers.mlp * dense.nbytes((2 + gates) * _dense_inner(text), hidden))
     )
-    windowed = _windowed_layers(text, num_layers)
-    kv_layer = kv_elements * (plain.bits // 8)
     return ModelSizes(
         model_type=family,
-        num_layers=num_layers,
-        num_moe_layers=moe_layers,
+        num_layers=layers.total,
+        num_moe_layers=layers.moe,
         num_experts=num_experts,
         top_k=top_k,
         expert_format=stored.name,
         expert_bytes=sum(tensors),
         record_bytes=sum(-(-n // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT for n in tensors),
-        dense_bytes=read if tied else read + vocabulary,
+        dense_bytes=read if _is_tied(config, text, family) else read + vocabulary,
         dense_read_bytes=read,
-        kv_token_bytes=(attending - windowed) * kv_layer,
-        kv_window_token_bytes=windowed * kv_layer,
-        window=_bounded(text, "sliding_window") if windowed else 0,
-        max_context=_optional(text, "max_position_embeddings"),
+        kv_token_bytes=(layers.attending - layers.windowed) * full_kv * (plain.bits // 8),
+        kv_window_token_bytes=layers.windowed * kv * (plain.bits // 8),
+        window=bounded(text, "sliding_window") if layers.windowed else 0,
+        max_context=optional(text, "max_position_embeddings"),
         notes=tuple(notes),
     )
 
 
-def _bounded(config: dict[str, Any], *names: str, most: int = _LARGEST) -> int:
-    """The first positive number under one of the names; ModelError if there is none, or absurd."""
-    check_whole(config, *names)
-    value = _optional(config, *names, most=most)
-    if value is None:
-        raise ModelError(f"the config.json has no positive whole number {' or '.join(names)}")
-    return value
+class _Layers(NamedTuple):
+    """How many there are of each kind; a plain decoder's attend and have experts or an MLP."""
+
+    total: int
+    moe: int
+    mlp: int
+    attending: int
+    windowed: int
+    """Those of them that attend to a window."""
+    keeping: int
+    """Those with a state in place of a KV cache."""
+    norms: int
 
 
-def _optional(config: dict[str, Any], *names: str, most: int = _LARGEST) -> int | None:
-    """The same where it may be missing."""
-    value = first_int(config, *names)
-    if value is not None and value > most:
-        raise ModelError(f"the config.json has an absurd {names[0]}, more than {most}")
-    return value
+def _layers(text: dict[str, Any], family: str) -> _Layers:
+    blocks = _blocks(text)
+    if blocks is not None:
+        moe, mlp, attending = (blocks.count(kind) for kind in ("moe", "mlp", "attention"))
+        total = len(blocks)
+        keeping = total - moe - mlp - attending
+        return _Layers(total, moe, mlp, attending, 0, keeping, norms=total)
+    total = bounded(text, "num_hidden_layers", most=_MOST_LAYERS)
+    moe = sum(_has_experts(text, index) for index in range(total))
+    attending = sum(_keeps_kv(text, index) for index in range(total))
+    mlp = total if family == "gemma4_text" else total - moe  # Gemma 4 has one beside its experts
+    windowed = _windowed_layers(text, total)
+    return _Layers(total, moe, mlp, attending, windowed, total - attending, norms=2 * total)
+
+
+def _blocks(text: dict[str, Any]) -> list[str] | None:
+    """Where a layer is one thing alone (Nemotron-H): moe, mlp, attention, or another name for one
+    that keeps a state. None for all other models."""
+    pattern = text.get("hybrid_override_pattern")
+    kinds = _kinds(text)
+    if isinstance(pattern, str) and pattern:
+        names = {"E": "moe", "-": "mlp", "*": "attention", "M": "mamba"}
+        unknown = next((letter for letter in pattern if letter not in names), None)
+        if unknown is not None:
+            raise ModelError(
+                f"the config.json has a hybrid_override_pattern with {unknown!r}, which is no "
+                f"kind of layer that is known: {', '.join(names)}"
+            )
+        blocks = [names[letter] for letter in pattern]
+    elif kinds is not None and "moe" in kinds:
+        blocks = ["attention" if kind == "full_attention" else str(kind) for kind in kinds]
+    else:
+        return None
+    if len(blocks) > _MOST_LAYERS:
+        raise ModelError(f"the config.json has more than {_MOST_LAYERS} layers")
+    return blocks
+
+
+def _kinds(text: dict[str, Any]) -> list[Any] | None:
+    """What the config calls each layer."""
+    kinds = text.get("layer_types", text.get("layers_block_type"))
+    return kinds if isinstance(kinds, list) else None
 
 
 def _has_experts(text: dict[str, Any], layer: int) -> bool:
     only_dense = text.get("mlp_only_layers")
     if isinstance(only_dense, list) and layer in only_dense:
         return False
-    if layer < (_optional(text, "first_k_dense_replace", "moe_layer_start_index") or 0):
+    if layer < (optional(text, *_FIRST_DENSE) or 0):
         return False
-    last = _optional(text, "moe_layer_end_index")  # ERNIE 4.5, as the two beside it
+    last = optional(text, "moe_layer_end_index")  # ERNIE 4.5, as the two beside it
     if (last is not None and layer > last) or (layer + 1) % (
-        _optional(text, "moe_layer_interval") or 1
+        optional(text, "moe_layer_interval") or 1
     ):
         return False
     every = text.get("moe_layer_freq")
     if isinstance(every, list):  # one flag per layer
         return layer < len(every) and bool(every[layer])
-    if layer % (_optional(text, "moe_layer_freq") or 1):
+    if layer % (optional(text, "moe_layer_freq") or 1):
         return False
-    if (layer + 1) % (_optional(text, "interleave_moe_layer_step") or 1):  # Llama 4
+    if (layer + 1) % (optional(text, "interleave_moe_layer_step") or 1):  # Llama 4
         return False
-    period = _optional(text, "expert_layer_period")  # Jamba
-    if period is not None and layer % period != (_optional(text, "expert_layer_offset") or 0):
+    period = optional(text, "expert_layer_period")  # Jamba
+    if period is not None and layer % period != (optional(text, "expert_layer_offset") or 0):
         return False
-    return (layer + 1) % (_optional(text, "decoder_sparse_step") or 1) == 0
+    return (layer + 1) % (optional(text, "decoder_sparse_step") or 1) == 0
 
 
 def _keeps_kv(text: dict[str, Any], layer: int) -> bool:
     """Whether a layer has a KV cache: linear attention and Mamba keep a state of one size."""
-    kinds = text.get("layer_types")
-    if isinstance(kinds, list) and layer < len(kinds):
+    kinds = _kinds(text)
+    if kinds is not None and layer < len(kinds):
         return kinds[layer] not in _WITHOUT_KV
     linear = text.get("linear_attn_config")  # Kimi Linear; its numbers begin at 1
     if isinstance(linear, dict) and isinstance(linear.get("kda_layers"), list):
         return layer + 1 not in linear["kda_layers"]
-    period = _optional(text, "attn_layer_period")  # Jamba
+    period = optional(text, "attn_layer_period")  # Jamba
     if period is not None:
-        return layer % period == (_optional(text, "attn_layer_offset") or 0)
-    return (layer + 1) % (_optional(text, "full_attention_interval") or 1) == 0  # Qwen3-Next
+        return layer % period == (optional(text, "attn_layer_offset") or 0)
+    return (layer + 1) % (optional(text, "full_attention_interval") or 1) == 0  # Qwen3-Next
 
 
 def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int, int]:
     """Bytes of one layer's attention weights, and elements that a token adds to its KV cache."""
-    heads = _bounded(text, "num_attention_heads")
-    latent = _optional(text, "kv_lora_rank")
+    heads = bounded(text, "num_attention_heads")
+    latent = optional(text, "kv_lora_rank")
     if latent is None:
-        size = _optional(text, "head_dim") or max(1, hidden // heads)
-        groups = _optional(text, "num_key_value_heads") or heads
+        size = optional(text, "head_dim") or max(1, hidden // heads)
+        groups = optional(text, "num_key_value_heads") or heads
         # Qwen3-Next and 3.5 gate what attention yields, by as many columns as there are queries.
-        gated = _LINEAR_KEYS[0] in text and text.get("attn_output_gate", True)
+        gated = "linear_num_key_heads" in text and text.get("attn_output_gate", True)
         fused = ((2 if gated else 1) * heads + 2 * groups) * size
         return linear.nbytes(fused, hidden) + linear.nbytes(hidden, heads * size), 2 * groups * size
     # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds the latent.
-    nope, rope = _bounded(text, "qk_nope_head_dim"), _bounded(text, "qk_rope_head_dim")
-    value = _bounded(text, "v_head_dim")
+    nope, rope = bounded(text, "qk_nope_head_dim"), bounded(text, "qk_rope_head_dim")
+    value = bounded(text, "v_head_dim")
     queries = heads * (nope + rope)
-    rank = _optional(text, "q_lora_rank")
+    rank = optional(text, "q_lora_rank")
     nbytes = (
         linear.nbytes(queries, hidden)
         if rank is None
@@ -297,33 +351,40 @@ def _attention(text: dict[str, Any], hidden: int, linear: _Format) -> tuple[int,
     return nbytes + linear.nbytes(hidden, heads * value), latent + rope
 
 
-def _linear_attention(
-    text: dict[str, Any], hidden: int, dense: _Format, plain: _Format
-) -> int | None:
-    """Bytes of one gated delta net's weights (Qwen3-Next); None where the config has no such."""
-    if any(_optional(text, name) is None for name in _LINEAR_KEYS):
-        return None
-    key_heads, key, value_heads, value = (_bounded(text, name) for name in _LINEAR_KEYS)
-    keys, values = key_heads * key, value_heads * value
-    kernel = _optional(text, "linear_conv_kernel_dim") or 4
-    nbytes = dense.nbytes(2 * keys + 2 * values, hidden) + dense.nbytes(hidden, values)
-    return nbytes + plain.nbytes(2 * value_heads, hidden) + plain.nbytes(2 * keys + values, kernel)
-
-
 def _shared_intermediate(text: dict[str, Any], family: str, inner: int) -> int:
     """Intermediate size of the experts that every token takes, together; 0 without any."""
     if family == "llama4_text":  # always one; no key says so
         return inner
-    return _optional(text, *_SHARED_WIDTH) or (_optional(text, *_SHARED_COUNT) or 0) * inner
+    each = optional(text, "moe_shared_expert_intermediate_size") or inner
+    return optional(text, *_SHARED_WIDTH) or (optional(text, *_SHARED_COUNT) or 0) * each
+
+
+def _full_attention(text: dict[str, Any]) -> dict[str, Any]:
+    """The config as it stands for the layers that attend to everything (Gemma 4)."""
+    size = optional(text, "global_head_dim")
+    if size is None:
+        return text
+    groups = optional(text, "num_global_key_value_heads") if text.get("attention_k_eq_v") else None
+    own = {} if groups is None else {"num_key_value_heads": groups}
+    return {**text, "head_dim": size, **own}
+
+
+def _is_tied(config: dict[str, Any], text: dict[str, Any], family: str) -> bool:
+    """Whether the output embedding is the input's."""
+    for part in (text, config):
+        for name in ("tie_word_embeddings", "tie_embedding"):
+            if name in part:
+                return part[name] is True
+    return family in ("gemma4_text", "lfm2_moe")  # what vLLM takes where none says it
 
 
 def _dense_inner(text: dict[str, Any]) -> int:
-    return _bounded(text, "intermediate_size_mlp", "intermediate_size")
+    return bounded(text, "intermediate_size_mlp", "intermediate_size")
 
 
 def _windowed_layers(text: dict[str, Any], num_layers: int) -> int:
-    kinds = text.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
+    kinds = _kinds(text)
+    if kinds is None or len(kinds) != num_layers:
         return 0
     return kinds.count("sliding_attention")
 
@@ -357,7 +418,7 @@ def _formats(
 
 def _quantised(quantization: dict[str, Any]) -> _Format:
     method = quant_method(quantization)
-    group = _optional(quantization, "group_size")
+    group = optional(quantization, "group_size")
     match method:
         case "fp8":
             sides = quantization.get("weight_block_size")
@@ -367,7 +428,7 @@ def _quantised(quantization: dict[str, Any]) -> _Format:
         case "mxfp4":
             return _Format("mxfp4", 4, (1, 32), 1)
         case "gptq" | "awq":
-            bits = _bounded(quantization, "bits", most=16)
+            bits = bounded(quantization, "bits", most=16)
             has_zeros = quantization.get("zero_point", not quantization.get("sym", True))
             return _Format(f"{method} {bits} bits", bits, (1, group), 2, bits if has_zeros else 0)
         case "modelopt" if quantization.get("quant_algo") in ("FP8", "NVFP4"):
@@ -388,9 +449,9 @@ def _compressed_tensors(quantization: dict[str, Any]) -> _Format:
     weights = first.get("weights") if isinstance(first, dict) else None
     if not isinstance(weights, dict):
         raise ModelError("the config.json has compressed-tensors without config_groups.*.weights")
-    bits = _bounded(weights, "num_bits", most=16)
+    bits = bounded(weights, "num_bits", most=16)
     is_float = weights.get("type") == "float"
-    group = _optional(weights, "group_size")
+    group = optional(weights, "group_size")
     name = f"compressed-tensors {'float' if is_float else 'int'} {bits} bits"
     if is_float and bits == 4:
         return _Format(name, 4, (1, group or 16), 1)

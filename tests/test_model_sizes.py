@@ -9,16 +9,23 @@ import torch
 
 from prefetch_runtime.host_store import RecordLayout
 from prefetch_runtime.model_shape import ModelError, load_config
-from prefetch_runtime.model_sizes import KNOWN_FAMILIES, model_sizes
+from prefetch_runtime.model_sizes import KNOWN_FAMILIES, OTHER_FAMILIES, model_sizes
 from prefetch_runtime.shapes import SHAPES
+from prefetch_runtime.state_layers import state_layer
 from tests.helpers.model_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     ERNIE_4_5,
+    GEMMA_4_26B,
     GPT_OSS_20B,
+    GRANITE_4_SMALL,
+    JAMBA,
+    KIMI_LINEAR,
+    LFM2_8B,
     LLAMA_4_MAVERICK,
     LLAMA_4_SCOUT,
     MIXTRAL,
+    NEMOTRON_3_NANO,
     OLMOE,
     QWEN2_MOE,
     QWEN3_30B,
@@ -126,8 +133,14 @@ class TestOtherFamilies:
             (LLAMA_4_MAVERICK, 24, 400.71),
             (QWEN3_NEXT, 48, 79.67),
             (ERNIE_4_5, 27, 21.83),
+            (GRANITE_4_SMALL, 40, 32.21),
+            (JAMBA, 16, 51.57),
+            (NEMOTRON_3_NANO, 23, 31.58),
+            (GEMMA_4_26B, 30, 25.25),  # 25.23 in the checkpoint: vLLM keeps keys as values, too
+            (KIMI_LINEAR, 26, 49.12),
+            (LFM2_8B, 22, 8.34),
         ],
-        ids=["llama 4 scout", "llama 4 maverick", "qwen3-next", "ernie 4.5"],
+        ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
     )
     def test_the_parameters_add_up_to_what_is_published(
         self, config: dict[str, Any], moe_layers: int, billions: float
@@ -142,6 +155,79 @@ class TestOtherFamilies:
         unknown = {k: v for k, v in QWEN3_NEXT.items() if k != "linear_value_head_dim"}
         assert "their weights are taken to be" in model_sizes(unknown).notes[-1]
 
+    def test_all_of_them_are_counted_as_their_own(self) -> None:
+        others = (
+            *(LLAMA_4_SCOUT, QWEN3_NEXT, ERNIE_4_5, GRANITE_4_SMALL, JAMBA, NEMOTRON_3_NANO),
+            *(GEMMA_4_26B, KIMI_LINEAR, LFM2_8B),
+        )
+        sizes = [model_sizes(config) for config in others]
+        assert {model.model_type for model in sizes} == set(OTHER_FAMILIES)
+        for model in sizes:
+            assert not [note for note in model.notes if "taken to be" in note]
+
+    def test_nemotron_3_nano_by_hand(self) -> None:
+        """Every layer is one thing: 23 Mamba2, 23 of experts, 6 of attention."""
+        sizes = model_sizes(NEMOTRON_3_NANO)
+        assert sizes.expert_bytes == 2 * (2 * 1856 * 2688)  # up and down, no gate
+        assert sizes.kv_bytes(1) == 2 * (6 * 2 * 2 * 128)
+        channels = 4096 + 2 * 8 * 128  # 64 heads of 64, and 8 groups of 128 twice
+        mamba = (4096 + channels + 64) * 2688 + 4096 * 2688
+        mamba += channels * (4 + 1) + 3 * 64 + 4096
+        attention = (32 + 2 * 2) * 128 * 2688 + 32 * 128 * 2688
+        of_experts = 128 * 2688 + 2 * 3712 * 2688
+        norms, embeddings = 53 * 2688, 2 * 131072 * 2688
+        total = 23 * mamba + 6 * attention + 23 * of_experts + norms + embeddings
+        assert sizes.dense_bytes == 2 * total
+
+    def test_gemma_4_by_hand(self) -> None:
+        """An MLP beside the experts of every layer; every sixth layer attends to everything, with
+        heads of 512 in place of 256."""
+        sizes = model_sizes(GEMMA_4_26B)
+        assert sizes.expert_bytes == 2 * (3 * 704 * 2816)
+        assert sizes.kv_bytes(5000) == 2 * (5 * 2 * 2 * 512 * 5000 + 25 * 2 * 8 * 256 * 1024)
+        mlp, router = 3 * 2112 * 2816, 128 * 2816
+        sliding = (16 + 2 * 8) * 256 * 2816 + 16 * 256 * 2816
+        full = (16 + 2 * 2) * 512 * 2816 + 16 * 512 * 2816
+        norms, embedding = 61 * 2816, 262144 * 2816
+        total = 30 * (mlp + router) + 25 * sliding + 5 * full + norms + embedding
+        assert sizes.dense_bytes == 2 * total
+
+    def test_one_layer_of_each_kind_that_keeps_a_state(self) -> None:
+        """By the sizes of its projections; what is beside them is less than a thousandth."""
+        for config, projections in (
+            (GRANITE_4_SMALL, 4096 * (2 * 8192 + 2 * 128 + 128) + 8192 * 4096),
+            (JAMBA, 4096 * 16384 + 8192 * (256 + 2 * 16) + 256 * 8192 + 8192 * 4096),
+            (KIMI_LINEAR, 4 * 2304 * 4096 + 2304 * 32 + 2 * (2304 * 128 + 128 * 4096)),
+            (LFM2_8B, 4 * 2048 * 2048),
+            (QWEN3_NEXT, 2048 * (2 * 2048 + 2 * 4096 + 2 * 32) + 4096 * 2048),
+        ):
+            layer = state_layer(config, config["hidden_size"])
+            assert layer is not None
+            found = sum(rows * columns for rows, columns in layer.linear) + layer.plain
+            assert projections <= found < 1.003 * projections, config["model_type"]
+
+    def test_the_newer_names_of_nemotrons_layers_say_the_same(self) -> None:
+        pattern = NEMOTRON_3_NANO["hybrid_override_pattern"]
+        names = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+        named = {**NEMOTRON_3_NANO, "layers_block_type": [names[letter] for letter in pattern]}
+        del named["hybrid_override_pattern"], named["num_hidden_layers"]
+        assert model_sizes(named) == model_sizes(NEMOTRON_3_NANO)
+
+    def test_a_pattern_that_is_not_known_is_named(self) -> None:
+        for changes, message in (
+            ({"hybrid_override_pattern": "ME?"}, r"hybrid_override_pattern with '\?', which is no"),
+            ({"hybrid_override_pattern": "M*"}, "no layer has them"),
+            ({"hybrid_override_pattern": "E" * 10_001}, "more than 10000 layers"),
+        ):
+            with pytest.raises(ModelError, match=message):
+                model_sizes({**NEMOTRON_3_NANO, **changes})
+
+    def test_experts_behind_a_narrower_projection_are_narrower(self) -> None:
+        sizes = model_sizes({**NEMOTRON_3_NANO, "moe_latent_size": 1024})
+        assert sizes.expert_bytes == 2 * (2 * 1856 * 1024)
+        added = sizes.dense_bytes - model_sizes(NEMOTRON_3_NANO).dense_bytes
+        assert added == 2 * 23 * 2 * 1024 * 2688
+
     @pytest.mark.parametrize(
         ("changes", "inner"),
         [
@@ -149,6 +235,7 @@ class TestOtherFamilies:
             ({"num_shared_expert": [2] * 48}, 2 * 768),  # HunYuan
             ({"moe_num_shared_experts": 2}, 2 * 768),
             ({"n_shared_experts": 1}, 768),
+            ({"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 512}, 2 * 512),
         ],
         ids=str,
     )
