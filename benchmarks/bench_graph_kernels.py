@@ -147,11 +147,6 @@ class Model:
             self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
             self.fill.fill(layer_idx, early=self.early)
 
-    def fused(self, topk_ids: torch.Tensor) -> None:
-        self.table.advance()
-        for layer_idx in range(self.table.num_layers):
-            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx], early=self.plans_early)
-
     def resolve_only(self, topk_ids: torch.Tensor) -> None:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
@@ -167,12 +162,6 @@ class Model:
         for layer_idx in range(self.table.num_layers):
             self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
             self.fill.fill(layer_idx, early=self.early)
-            self.compute()
-
-    def fused_demand_only(self, topk_ids: torch.Tensor) -> None:
-        self.table.advance()
-        for layer_idx in range(self.table.num_layers):
-            self.fill.resolve_and_fill(layer_idx, topk_ids[layer_idx], early=self.plans_early)
             self.compute()
 
     def prefetching(self, topk_ids: torch.Tensor, forecast: torch.Tensor) -> None:
@@ -248,7 +237,7 @@ def memory() -> Iterator[Memory]:
 @pytest.mark.benchmark(group=f"all hit x {ALL_HIT_LAYERS} layers", timer=synced_clock)
 @pytest.mark.parametrize("num_tokens", [1, 4, 32], ids=lambda n: f"tokens={n}")
 @pytest.mark.parametrize("policy", ["lru", "lfru"])
-@pytest.mark.parametrize("form", ["resolve_only", "split", "fused"])
+@pytest.mark.parametrize("form", ["resolve_only", "split"])
 def bench_all_hit(
     benchmark: BenchmarkFixture, memory: Memory, form: str, policy: str, num_tokens: int
 ) -> None:
@@ -269,15 +258,12 @@ def bench_all_hit(
 @pytest.mark.benchmark(group=f"fill x {NUM_LAYERS} layers", timer=synced_clock)
 @pytest.mark.parametrize("num_misses", [1, 2, 4, 8], ids=lambda n: f"misses={n}")
 @pytest.mark.parametrize("programs", [4, 8, 16], ids=lambda n: f"programs={n}")
-@pytest.mark.parametrize("form", ["split", "fused"])
-def bench_fill(
-    benchmark: BenchmarkFixture, memory: Memory, form: str, programs: int, num_misses: int
-) -> None:
+def bench_fill(benchmark: BenchmarkFixture, memory: Memory, programs: int, num_misses: int) -> None:
     """Absent experts of 9.4 MB, one demand after the other; GB/s in extra_info."""
     model = Model(memory, num_slots=64, programs=programs)
     model.warm()
     make = _missing(model, num_misses)
-    graph = model.capture(getattr(model, form), make())
+    graph = model.capture(model.split, make())
     hit_us = event_us(graph, _missing(model, 0))
     timed: Any = benchmark.pedantic  # untyped
     timed(graph.replay, setup=lambda: graph.load(make()), rounds=10)
@@ -350,7 +336,7 @@ def main() -> None:
             times = [
                 f"{form} {all_hit(policy, num_tokens, form):.2f} (not early "
                 f"{all_hit(policy, num_tokens, form, early=False):.2f})"
-                for form in ("resolve_only", "split", "fused")
+                for form in ("resolve_only", "split")
             ]
             hooked = all_hit(policy, num_tokens, "split", with_hook=True)
             report(
@@ -360,15 +346,12 @@ def main() -> None:
     for num_tokens in (1, 8):
         # A real layer's weights pass the L2 cache between one plan and the next.
         alone = all_hit("lru", num_tokens, "compute_only")
-        forms = {"split": "demand_only", "fused": "fused_demand_only"}
-        times = [
-            f"{name} {all_hit('lru', num_tokens, form) - alone:.2f} (not early "
-            f"{all_hit('lru', num_tokens, form, early=False) - alone:.2f})"
-            for name, form in forms.items()
-        ]
+        cold = all_hit("lru", num_tokens, "demand_only") - alone
+        late = all_hit("lru", num_tokens, "demand_only", early=False) - alone
         moved = 2 * COMPUTE_BYTES >> 20
         report(
-            f"all hit behind {moved} MiB of other traffic, {num_tokens} tokens: {', '.join(times)}"
+            f"all hit behind {moved} MiB of other traffic, {num_tokens} tokens: {cold:.2f} "
+            f"(not early {late:.2f})"
         )
     chosen = graphs.slot_table.warps_for
     for num_tokens in (1, 32):
@@ -380,19 +363,18 @@ def main() -> None:
     graphs.slot_table.warps_for = chosen
 
     for programs in (4, 8, 16):
-        for form in ("split", "fused"):
-            model = Model(memory, num_slots=64, programs=programs)
-            model.warm()
-            graph = model.capture(getattr(model, form), _missing(model, 0)())
-            hit_us = event_us(graph, _missing(model, 0))
-            figures = []
-            for num_misses in (1, 2, 4, 8):
-                us = event_us(graph, _missing(model, num_misses), rounds=8)
-                gbps = num_misses * RECORD_BYTES / (us - hit_us) / 1e3
-                figures.append(f"{num_misses}: {us:.0f} us {gbps:.1f} GB/s")
-            model.check()
-            graph.close()
-            report(f"fill, {programs:2} programs, {form}: hit {hit_us:.2f}; {'; '.join(figures)}")
+        model = Model(memory, num_slots=64, programs=programs)
+        model.warm()
+        graph = model.capture(model.split, _missing(model, 0)())
+        hit_us = event_us(graph, _missing(model, 0))
+        figures = []
+        for num_misses in (1, 2, 4, 8):
+            us = event_us(graph, _missing(model, num_misses), rounds=8)
+            gbps = num_misses * RECORD_BYTES / (us - hit_us) / 1e3
+            figures.append(f"{num_misses}: {us:.0f} us {gbps:.1f} GB/s")
+        model.check()
+        graph.close()
+        report(f"fill, {programs:2} programs: hit {hit_us:.2f}; {'; '.join(figures)}")
 
     model = Model(memory, num_slots=64)
     model.warm()

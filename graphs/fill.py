@@ -2,9 +2,9 @@
 
 import torch
 
-from graphs.fill_kernels import fill_kernel, resolve_fill_kernel_of
+from graphs.fill_kernels import fill_kernel
 from graphs.records import RecordTable
-from graphs.slot_table import DeviceSlotTable, block_for
+from graphs.slot_table import DeviceSlotTable
 
 
 class ExpertFill:
@@ -20,11 +20,9 @@ class ExpertFill:
         *,
         programs: int = 8,
         num_warps: int = 16,
-        fused_warps: int = 4,
     ) -> None:
         """`programs` thread blocks share a fill; 4 to 16 saturate a PCIe 5 x16 link. They have
-        `num_warps` warps each; with a plan in the same launch `fused_warps`, as a plan is faster
-        with few.
+        `num_warps` warps each.
 
         Raises ValueError if the two tables are of different models.
         """
@@ -37,19 +35,10 @@ class ExpertFill:
             )
         self.table = table
         self.records = records
-        self._resolve_fill_kernel = resolve_fill_kernel_of(table.policy.hit, table.policy.insert)
         self.programs = programs
         self.num_warps = num_warps
-        self.fused_warps = fused_warps
-
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=table.device)
-
-        # How the programs of one launch find each other, see `resolve_fill_kernel`.
-        self._launches = integers(table.num_layers, programs)
-        self._joined = integers(table.num_layers, 2)
-        self._ready = integers(table.num_layers)
-        self._finished = integers(table.num_layers)
+        # The programs of a launch that have ended; zero between launches.
+        self._finished = torch.zeros(table.num_layers, dtype=torch.int32, device=table.device)
 
     def fill(self, layer_idx: int, *, early: bool = False) -> None:
         """Copy what the layer's last plan listed; returns at once when that is nothing.
@@ -65,29 +54,6 @@ class ExpertFill:
             self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
             num_warps=self.num_warps, **self.table.launched(early),
         )  # fmt: skip
-
-    def resolve_and_fill(
-        self,
-        layer_idx: int,
-        topk_ids: torch.Tensor,
-        *,
-        padding: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        early: bool = False,
-    ) -> torch.Tensor:
-        """`table.resolve` and `fill` in one launch, with the same result; `early` as there."""
-        out, tensors, sizes = self.table.plan_arguments(layer_idx, topk_ids, padding, out)
-        records = self.records
-        # The header is the last of the tensors; without a prefetch hook it is a placeholder.
-        tensors = (*tensors[:-1], records.header)
-        self._resolve_fill_kernel[(self.programs,)](
-            *tensors, records.units, self._launches, self._joined, self._ready, self._finished,
-            **{**sizes, "U": records.max_units},
-            BLOCK=block_for(sizes["n"], self.fused_warps), TOUCH=False, PROGRAMS=self.programs,
-            UNIT_BYTES=records.unit_bytes, TAIL=tail_of(records), num_warps=self.fused_warps,
-            **self.table.launched(early),
-        )  # fmt: skip
-        return out
 
 
 def tail_of(records: RecordTable) -> int:

@@ -5,9 +5,6 @@ A record is cut into units (see `records.py`), and the units of all listed exper
 a few programs. Addresses are integers in a table, so one kernel serves any number of tensors.
 """
 
-from functools import lru_cache
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -19,16 +16,8 @@ from graphs.resolve_kernels import (
     NUM_STAMPS,
     PLANNED,
     STALL_NS,
-    begin_early,
     count,
-    load_ids,
-    of_policy,
-    plan,
 )
-
-HIT: Any = None
-INSERT: Any = None
-"""The policy's functions, as `of_policy` puts them before a kernel."""
 
 HOST_BASE = tl.constexpr(int(layout.Header.HOST_BASE))
 RECORD_BYTES = tl.constexpr(int(layout.Header.RECORD_BYTES))
@@ -42,13 +31,6 @@ SLOT_STRIDE = tl.constexpr(int(layout.Unit.SLOT_STRIDE))
 VECTOR_BYTES = tl.constexpr(int(layout.Unit.VECTOR_BYTES))
 NBYTES = tl.constexpr(int(layout.Unit.NBYTES))
 NUM_UNIT_COLUMNS = tl.constexpr(layout.NUM_UNIT_COLUMNS)
-
-CLOSED = tl.constexpr(1 << 20)
-"""Whoever joins a copy after this is too late."""
-MOST_PROGRAMS = tl.constexpr(128)
-"""Above the number of programs of a launch."""
-LAUNCHES = tl.constexpr(1 << 23)
-"""Where the count of launches starts again: even, and times MOST_PROGRAMS an int32."""
 
 
 @triton.jit
@@ -129,83 +111,6 @@ def fill_kernel(
             tl.program_id(0), tl.num_programs(0), UNIT_BYTES, TAIL,
         )  # fmt: skip
         count_stall(finished, counters, stamps, layer_idx, tl.num_programs(0))
-
-
-def resolve_fill_kernel(
-    topk_ids, padding, out,
-    mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters, stamps,
-    entries, entry_count, progress, demand, bytes_before, header,
-    units, launches, joined, ready, finished,
-    layer_idx, n, row_stride,
-    E: tl.constexpr, S: tl.constexpr, U: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr, E_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, F_BLOCK: tl.constexpr,
-    PAD: tl.constexpr, HOOK: tl.constexpr, TOUCH: tl.constexpr, EARLY: tl.constexpr,
-    PROGRAMS: tl.constexpr, UNIT_BYTES: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """Resolve and fill in one launch. Program 0 plans and copies; the others look at the mapping by
-    themselves, leave if they see every expert, and else join the copy.
-
-    Who looks late may see what program 0 has placed already, and leave: the copy is dealt out among
-    those who had joined by the time that the list was whole, and program 0 waits for nobody. Each
-    program counts its own launches, which tells it this launch's list from an earlier one's, and
-    launches use the two counts of `joined` [L, 2] in turn, each cleared by the launch after.
-    """
-    pid = tl.program_id(0)
-    if EARLY:
-        if pid == 0:
-            begin_early(mapping, score, mark, control, counters, layer_idx, E, S, E_BLOCK, S_BLOCK)
-        else:
-            await_last()
-    launch = (tl.load(launches + layer_idx * PROGRAMS + pid) + 1) % LAUNCHES
-    tl.store(launches + layer_idx * PROGRAMS + pid, launch)
-    joined += layer_idx * 2
-    index = tl.zeros([], tl.int32)
-    copies = tl.zeros([], tl.int32)
-    if pid == 0:
-        num_absent = plan(
-            topk_ids, padding, out,
-            mapping, owner, score, mark, wanted, misses, miss_count, control, clock, counters,
-            stamps, entries, entry_count, progress, demand, bytes_before, header,
-            layer_idx, n, row_stride, E, S, U, F, TOP_K,
-            BLOCK, E_BLOCK, S_BLOCK, F_BLOCK, PAD, HIT, INSERT, HOOK, TOUCH,
-        )  # fmt: skip
-        tl.store(joined + 1 - launch % 2, 0)
-        copies = (num_absent > 0).to(tl.int32)
-        if HOOK:
-            copies = tl.full([], 1, tl.int32)  # of prefetches that came late, too
-        if copies > 0:
-            tl.debug_barrier()  # every thread's part of the list, then the release
-            sharers = tl.atomic_xchg(joined + launch % 2, CLOSED, sem="acq_rel") + 1
-            tl.atomic_xchg(ready + layer_idx, launch * MOST_PROGRAMS + sharers, sem="release")
-    else:
-        copies = tl.full([], 1, tl.int32)
-        if not HOOK:
-            ids, asked = load_ids(topk_ids, padding, row_stride, n, TOP_K, BLOCK, PAD)
-            known = asked & (ids < E)
-            slot = tl.load(mapping + layer_idx * E + ids, mask=known, other=-1)
-            copies = tl.max((asked & (slot < 0)).to(tl.int32), 0)
-        if copies > 0:
-            index = tl.atomic_add(joined + launch % 2, 1, sem="acq_rel") + 1
-            copies = (index < CLOSED).to(tl.int32)
-    if copies > 0:
-        list_of = tl.atomic_add(ready + layer_idx, 0, sem="acquire")
-        while list_of // MOST_PROGRAMS != launch:
-            list_of = tl.atomic_add(ready + layer_idx, 0, sem="acquire")
-        sharers = list_of % MOST_PROGRAMS
-        num_listed = tl.load(miss_count + layer_idx)
-        if num_listed > 0:
-            copy_listed(
-                misses + layer_idx * (3 * S), num_listed, header + layer_idx * NUM_HEADER,
-                units + layer_idx.to(tl.int64) * (U * NUM_UNIT_COLUMNS),
-                index, sharers, UNIT_BYTES, TAIL,
-            )  # fmt: skip
-            count_stall(finished, counters, stamps, layer_idx, sharers)
-
-
-@lru_cache
-def resolve_fill_kernel_of(hit: Any, insert: Any) -> Any:
-    """The kernel that resolves and fills, of one eviction policy."""
-    return of_policy(resolve_fill_kernel, hit, insert)
 
 
 @triton.jit(do_not_specialize=["layer_idx"])

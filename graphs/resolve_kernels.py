@@ -251,8 +251,7 @@ def plan(
 ):  # fmt: skip
     """One plan of one layer. Four dependent reads when everything is resident; the rest only if
     something is absent. With HOOK, prefetches of the layer are committed first. With TOUCH, nothing
-    is brought in: the absent come out as slot -1. Returns how many assignments were to absent
-    experts."""
+    is brought in: the absent come out as slot -1."""
     mapping += layer_idx * E
     owner += layer_idx * S
     score += layer_idx * S
@@ -322,7 +321,6 @@ def plan(
     tl.store(control + PLAN, seq)
     tl.store(control + FIRST_PLAN, first_seq)
     tl.store(control + STEP, step)
-    return both >> 16
 
 
 HIT: Any = None

@@ -439,66 +439,6 @@ class DeviceSlotTable:
         """Refuse `close()` until this captured graph is closed."""
         self._graphs.add(graph)
 
-    def plan_arguments(
-        self,
-        layer_idx: int,
-        topk_ids: torch.Tensor,
-        padding: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-        """(out, tensors, sizes) of a kernel that plans; raises ValueError for what does not fit."""
-        self.require_layer(layer_idx)
-        n, top_k, row_stride, form = self.check_ids(topk_ids, padding)
-        if out is None:
-            buffer = self._out[layer_idx].view(topk_ids.dtype)
-            out = buffer[:n].view(topk_ids.shape)
-        elif (
-            out.shape != topk_ids.shape
-            or out.dtype not in (torch.int32, torch.int64)
-            or not out.is_contiguous()
-            or out.device != topk_ids.device
-        ):
-            raise ValueError(
-                f"out must be contiguous int32 or int64 {tuple(topk_ids.shape)} on "
-                f"{topk_ids.device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
-            )
-        prefetch = self._prefetch
-        nothing = (self.mapping,) * 5 + (self.counters,)
-        tensors = (
-            topk_ids,
-            topk_ids if padding is None else padding,
-            out,
-            self.mapping,
-            self.owner,
-            self.score,
-            self._mark,
-            self._wanted,
-            self.misses,
-            self.miss_count,
-            self._control,
-            self.clocks,
-            self.counters,
-            self.stamps,
-            *(nothing if prefetch is None else prefetch.read_by_plans),
-        )
-        forecast = 1 if prefetch is None else prefetch.progress.shape[1]
-        sizes = {
-            "layer_idx": layer_idx,
-            "n": n,
-            "row_stride": row_stride,
-            "E": self.num_experts,
-            "S": self.num_slots,
-            "U": 1 if prefetch is None else prefetch.bytes_before.shape[1] - 1,
-            "F": forecast,
-            "TOP_K": top_k,
-            "E_BLOCK": triton.next_power_of_2(self.num_experts),
-            "S_BLOCK": triton.next_power_of_2(self.num_slots),
-            "F_BLOCK": triton.next_power_of_2(forecast),
-            "PAD": int(form),
-            "HOOK": prefetch is not None,
-        }
-        return out, tensors, sizes
-
     def check_ids(
         self, topk_ids: torch.Tensor, padding: torch.Tensor | None
     ) -> tuple[int, int, int, Padding]:
@@ -540,11 +480,39 @@ class DeviceSlotTable:
         touch: bool,
         early: bool = False,
     ) -> torch.Tensor:
-        out, tensors, sizes = self.plan_arguments(layer_idx, topk_ids, padding, out)
-        num_warps = warps_for(sizes["n"])
+        self.require_layer(layer_idx)
+        n, top_k, row_stride, form = self.check_ids(topk_ids, padding)
+        if out is None:
+            buffer = self._out[layer_idx].view(topk_ids.dtype)
+            out = buffer[:n].view(topk_ids.shape)
+        elif (
+            out.shape != topk_ids.shape
+            or out.dtype not in (torch.int32, torch.int64)
+            or not out.is_contiguous()
+            or out.device != topk_ids.device
+        ):
+            raise ValueError(
+                f"out must be contiguous int32 or int64 {tuple(topk_ids.shape)} on "
+                f"{topk_ids.device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
+            )
+        prefetch = self._prefetch
+        nothing = (self.mapping,) * 5 + (self.counters,)
+        forecast = 1 if prefetch is None else prefetch.progress.shape[1]
+        num_warps = warps_for(n)
         self._resolve_kernel[(1,)](
-            *tensors, **sizes, BLOCK=block_for(sizes["n"], num_warps), TOUCH=touch,
-            num_warps=num_warps, **self.launched(early),
+            topk_ids, topk_ids if padding is None else padding, out,
+            self.mapping, self.owner, self.score, self._mark, self._wanted,
+            self.misses, self.miss_count, self._control, self.clocks, self.counters, self.stamps,
+            *(nothing if prefetch is None else prefetch.read_by_plans),
+            layer_idx, n, row_stride,
+            E=self.num_experts, S=self.num_slots,
+            U=1 if prefetch is None else prefetch.bytes_before.shape[1] - 1,
+            F=forecast, TOP_K=top_k, BLOCK=block_for(n, num_warps),
+            E_BLOCK=triton.next_power_of_2(self.num_experts),
+            S_BLOCK=triton.next_power_of_2(self.num_slots),
+            F_BLOCK=triton.next_power_of_2(forecast),
+            PAD=int(form), HOOK=prefetch is not None, TOUCH=touch, num_warps=num_warps,
+            **self.launched(early),
         )  # fmt: skip
         return out
 

@@ -15,7 +15,6 @@ from graphs import (
     RecordTable,
     field_of,
 )
-from graphs.fill_kernels import CLOSED
 from prefetch_runtime.policies import create_device_form
 
 ON_GPU = torch.cuda.is_available()
@@ -144,8 +143,7 @@ def test_slots_may_lie_apart(gap: int) -> None:
     assert audit(table, [layer]) == 5
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_mapping_entry_has_its_bytes_after_every_step(fused: bool) -> None:
+def test_every_mapping_entry_has_its_bytes_after_every_step() -> None:
     rng = np.random.default_rng(1)
     table = make_table(num_layers=2)
     # Layers may have records of different layouts.
@@ -155,34 +153,13 @@ def test_every_mapping_entry_has_its_bytes_after_every_step(fused: bool) -> None
         table.advance()
         for layer_idx in range(2):
             ids = ids_of(*rng.permutation(12)[: rng.integers(1, 6)].tolist())
-            if fused:
-                slots = fill.resolve_and_fill(layer_idx, ids)
-            else:
-                slots = table.resolve(layer_idx, ids)
-                fill.fill(layer_idx)
+            slots = table.resolve(layer_idx, ids)
+            fill.fill(layer_idx)
             for expert_id, slot_id in zip(ids[0].tolist(), slots[0].tolist(), strict=True):
                 assert layers[layer_idx].holds(slot_id, expert_id)
         audit(table, layers)
     table.check_integrity()
     table.check_errors()
-
-
-def test_resolve_and_fill_in_one_launch_leaves_the_same_state() -> None:
-    rng = np.random.default_rng(2)
-    apart, fused = make_table(), make_table()
-    layers = [Layer.make(12, 5, [300]), Layer.make(12, 5, [300])]
-    fill_apart, fill_fused = make_fill(layers[:1], apart), make_fill(layers[1:], fused)
-    padding = torch.tensor([1, -1], device=DEVICE)
-    for _ in range(6):
-        apart.advance()
-        fused.advance()
-        ids = torch.tensor(rng.permutation(12)[:4].reshape(2, 2), device=DEVICE)
-        expected = apart.resolve(0, ids, padding=padding)
-        fill_apart.fill(0)
-        assert torch.equal(fill_fused.resolve_and_fill(0, ids, padding=padding), expected)
-        for name in ("mapping", "owner", "score", "misses", "miss_count", "counters"):
-            assert torch.equal(getattr(apart, name), getattr(fused, name)), name
-    assert torch.equal(layers[0].slots[0], layers[1].slots[0])
 
 
 def test_nothing_is_copied_when_all_hit() -> None:
@@ -194,30 +171,8 @@ def test_nothing_is_copied_when_all_hit() -> None:
     for slots in layer.slots:
         slots.fill_(GUARD)
     fill.fill(0)
-    fill.resolve_and_fill(0, ids_of(2, 1))
     assert layer.is_untouched(0)
     assert layer.is_untouched(1)
-
-
-@pytest.mark.skipif(ON_GPU, reason="there the other programs copy what is dealt to them")
-def test_a_copy_is_dealt_out_among_those_who_joined_it_in_time() -> None:
-    # Interpreted, programs run one after the other: all but the first find nothing to do.
-    table = make_table()
-    layer = Layer.make(12, 5, [UNIT_BYTES * 6])
-    fill = make_fill([layer], table, programs=3)
-    (slots,) = layer.slots
-    fill.resolve_and_fill(0, ids_of(7))
-    assert layer.holds(0, 7), "alone it copies everything"
-    assert fill._joined[0].tolist() == [0, CLOSED.value], "who comes now is too late"
-    fill._joined[0, 0] = 2  # as if two had seen that an expert is absent
-    fill.resolve_and_fill(0, ids_of(8))
-    units = slots[1].view(6, UNIT_BYTES).cpu()
-    theirs = layer.host[8].view(-1)[: UNIT_BYTES * 6].view(6, UNIT_BYTES)
-    copied = [bool(torch.equal(units[i], theirs[i])) for i in range(6)]
-    assert copied == [True, False, False, True, False, False]
-    fill.resolve_and_fill(0, ids_of(7, 8))
-    fill.resolve_and_fill(0, ids_of(9))
-    assert layer.holds(2, 9), "nobody is left over from earlier launches"
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
@@ -305,8 +260,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["split", "split, early", "fused", "fused, early"])
-def test_a_captured_fill_follows_routing_that_changes_between_replays(form: str) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_captured_fill_follows_routing_that_changes_between_replays(early: bool) -> None:
     rng = np.random.default_rng(4)
     num_experts, num_slots = 64, 20
     layers = [
@@ -321,12 +276,8 @@ def test_a_captured_fill_follows_routing_that_changes_between_replays(form: str)
         slots = []
         for layer_idx in range(len(layers)):
             ids = topk_ids[layer_idx] + 0  # written by the kernel before, as by a router
-            early = form.endswith("early")
-            if form.startswith("fused"):
-                slots.append(fill.resolve_and_fill(layer_idx, ids, early=early))
-            else:
-                slots.append(table.resolve(layer_idx, ids, early=early))
-                fill.fill(layer_idx, early=early)
+            slots.append(table.resolve(layer_idx, ids, early=early))
+            fill.fill(layer_idx, early=early)
         return torch.stack(slots)
 
     def routing() -> torch.Tensor:

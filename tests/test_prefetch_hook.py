@@ -242,17 +242,6 @@ def test_the_demand_fill_finishes_a_demanded_partial_prefetch_and_copies_no_unit
     assert (counters.hits, counters.prefetch_used, counters.prefetch_dropped) == (0, 0, 0)
 
 
-def test_resolve_and_fill_in_one_launch_commits_and_finishes_too() -> None:
-    rig = filled()
-    rig.hook.set_budget(PAYLOAD_BYTES + UNIT_BYTES)
-    rig.hook.reserve(0, tensor([7, 8]))
-    rig.hook.fill(0)
-    assert rig.demand_fill.resolve_and_fill(0, tensor([[8, 9, 7]])).tolist() == [[1, 2, 0]]
-    counters = rig.counters()
-    assert (counters.prefetch_used, counters.late, counters.misses) == (1, 1, 6)
-    rig.audit()
-
-
 def test_a_partial_prefetch_that_is_not_demanded_is_freed() -> None:
     rig = filled()
     rig.hook.set_budget(UNIT_BYTES)

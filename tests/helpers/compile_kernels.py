@@ -99,7 +99,6 @@ def main() -> int:
     for policy in ("lru", "lfru"):
         form = create_device_form(policy)
         resolve_kernel = resolve_kernels.resolve_kernel_of(form.hit, form.insert)
-        resolve_fill_kernel = fill_kernels.resolve_fill_kernel_of(form.hit, form.insert)
         for hook in (False, True):
             for padding in layout.Padding:
                 ptx = compile_kernel(
@@ -108,14 +107,8 @@ def main() -> int:
                 )  # fmt: skip
                 about = f"resolve {policy} hook={hook} {padding.name}"
                 results.append(check(about, ptx, holds=not_early))
-        for hook, early in ((True, False), (False, False), (False, True)):
-            ptx = compile_kernel(
-                resolve_fill_kernel, 4,
-                **table | {"BLOCK": 128}, **copy, HOOK=hook, PAD=2, PROGRAMS=8, EARLY=early,
-            )  # fmt: skip
-            about = f"resolve_fill {policy} hook={hook} early={early}"
-            results.append(check(about, ptx, holds=moves_16_bytes))
-            results.append(check(about, ptx, holds=begins_early if early else not_early))
+        ptx = compile_kernel(resolve_kernel, 1, **table, HOOK=False, PAD=2, EARLY=True)
+        results.append(check(f"resolve {policy}, early", ptx, holds=begins_early))
     wide = {"E": 1000, "S": 777, "BLOCK": 8192, "E_BLOCK": 1024, "S_BLOCK": 1024, "TOP_K": 3}
     ptx = compile_kernel(
         resolve_kernel, 8,
