@@ -254,7 +254,12 @@ def simulate(trace: Trace, settings: SimulationSettings) -> SimulationResult:
     predictor, a lookahead past the last layer, a predictor without the guesses that it needs, a
     table that is not the predictor's or of another model. OSError: a table that cannot be read.
     """
-    _check(trace, settings)
+    _check_cache(trace, settings)
+    return _replay(trace, settings)
+
+
+def _replay(trace: Trace, settings: SimulationSettings) -> SimulationResult:
+    """`simulate`, with slots and policy that have been checked."""
     predictor = _create_predictor(trace, settings)
     bounds = trace.step_bounds().tolist()
     layers = [
@@ -311,29 +316,30 @@ def simulate_grid(
     `predictor_table` goes to those that learn. Raises as `simulate` does, before anything is
     replayed, and ValueError for a table where nothing learns.
     """
-    predictors = list(predictors)
+    policies, predictors = list(policies), list(predictors)
     table = settings.predictor_table
     if table is not None and not LEARNED.keys() & set(predictors):
         learned_class(predictors[0])  # says which do
-    combinations = [
-        replace(
-            settings,
-            num_slots=slots,
-            policy=policy,
-            predictor=predictor,
-            predictor_table=table if predictor in LEARNED else None,
-        )
+
+    def guessing(cache: SimulationSettings, name: str) -> SimulationSettings:
+        of_it = table if name in LEARNED else None
+        return replace(cache, predictor=name, predictor_table=of_it)
+
+    caches = [
+        replace(settings, num_slots=slots, policy=policy)
         for slots in num_slots
         for policy in policies
-        for predictor in predictors
     ]
-    for combination in combinations:
-        _check(trace, combination)
+    for cache in caches:
+        _check_cache(trace, cache)
+    for name in predictors:
+        _create_predictor(trace, guessing(settings, name))  # whether it can be
+    combinations = [guessing(cache, name) for cache in caches for name in predictors]
     bounds: dict[int, float] = {}
     results = []
     for combination in combinations:
         slots = combination.num_slots
-        result = simulate(trace, combination)
+        result = _replay(trace, combination)
         if slots not in bounds:
             bounds[slots] = belady_hit_rate(trace, slots, wide_steps=settings.wide_steps)
         results.append(replace(result, belady_hit_rate=bounds[slots]))
@@ -404,8 +410,8 @@ def plot(results: Sequence[SimulationResult], path: Path | str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _check(trace: Trace, settings: SimulationSettings) -> None:
-    """Raise ValueError for settings that do not fit the trace, as `simulate` says."""
+def _check_cache(trace: Trace, settings: SimulationSettings) -> None:
+    """Raise ValueError for slots or a policy that do not fit the trace, as `simulate` says."""
     if settings.num_slots < trace.top_k:
         raise ValueError(
             f"num_slots={settings.num_slots} cannot hold one token's {trace.top_k} experts; use "
@@ -413,7 +419,6 @@ def _check(trace: Trace, settings: SimulationSettings) -> None:
         )
     name = "lru" if settings.policy == BELADY else settings.policy  # Belady's would be read now
     SlotTable(trace.num_experts, settings.num_slots, _create_policy(name))
-    _create_predictor(trace, settings)
 
 
 def _create_policy(name: str) -> EvictionPolicy:

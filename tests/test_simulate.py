@@ -404,11 +404,33 @@ def test_settings_that_do_not_fit_the_trace_are_refused(
 def test_a_grid_is_refused_before_any_of_it_is_replayed(
     changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(simulator, "simulate")
+    monkeypatch.delattr(simulator, "_replay")
     trace = _trace([[0, 1], [2, 3], [4, 5]])
     grid: dict[str, object] = {"num_slots": [4], "policies": ["lru"], "predictors": ["none"]}
     with pytest.raises(ValueError, match=message):
         simulate_grid(trace, SimulationSettings(num_slots=4), **{**grid, **changes})
+
+
+def test_a_grid_checks_each_cache_and_each_predictor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    create, check = simulator.create_predictor, simulator._check_cache
+
+    def created(name: str, *given: object, **more: object) -> object:
+        made.append(name)
+        return create(name, *given, **more)  # type: ignore[arg-type]
+
+    def checked(trace: Trace, settings: SimulationSettings) -> None:
+        made.append(f"{settings.num_slots} {settings.policy}")
+        check(trace, settings)
+
+    monkeypatch.setattr(simulator, "create_predictor", created)
+    monkeypatch.setattr(simulator, "_check_cache", checked)
+    monkeypatch.setattr(simulator, "belady_hit_rate", lambda *_, **__: 0.0)
+    trace = _random(0, tokens=4, layers=3, num_experts=8, top_k=2)
+    grid = {"num_slots": [4, 5], "policies": ["lru", "lfru"], "predictors": ["oracle", "frequency"]}
+    simulate_grid(trace, SimulationSettings(num_slots=4), **grid)
+    checks = ["4 lru", "4 lfru", "5 lru", "5 lfru", "oracle", "frequency"]
+    assert made == checks + ["oracle", "frequency"] * 4  # a new one for each replay
 
 
 @pytest.mark.parametrize(
