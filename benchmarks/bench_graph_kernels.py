@@ -170,7 +170,7 @@ class Model:
         self.table.advance()
         for layer_idx in range(self.table.num_layers):
             if layer_idx:
-                hook.post(layer_idx, topk_ids[layer_idx])
+                hook.post(layer_idx, topk_ids[layer_idx], early=self.early)
                 branch.join()
             self.table.resolve(layer_idx, topk_ids[layer_idx], early=self.plans_early)
             self.fill.fill(layer_idx, early=self.early)

@@ -8,12 +8,21 @@ import torch
 import triton
 import triton.language as tl
 
+from graphs.clock_kernels import await_last, launched
+
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def seat_kernel(expert_ids, slot_of, num_blocks, BLOCK: tl.constexpr):
-    """`expert_ids` [B] becomes what `slot_of` [E] says of each; 0 for ids and slots below 0."""
+@triton.jit(do_not_specialize=["num_blocks", "num_experts"])
+def seat_kernel(
+    expert_ids, slot_of, num_blocks, num_experts, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    """`expert_ids` [B] becomes what `slot_of` [E] says of each; 0 for ids and slots below 0. EARLY
+    says that the kernel is launched before the last one has ended: the slots are fetched before."""
+    if EARLY:
+        e = tl.arange(0, BLOCK)
+        tl.load(slot_of + e, mask=e < num_experts, other=0, volatile=True)
+        await_last()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < num_blocks
     expert = tl.load(expert_ids + at, mask=there, other=-1)
@@ -23,6 +32,9 @@ def seat_kernel(expert_ids, slot_of, num_blocks, BLOCK: tl.constexpr):
 
 def seat_blocks(expert_ids: torch.Tensor, slot_of: torch.Tensor) -> None:
     """Put each block's slot in its expert's place, in one launch. May be captured.
+
+    Where the device can do that, the launch does not wait for the stream's last operation to end,
+    which must be a kernel: the one that made `expert_ids`.
 
     Args:
         expert_ids: [B] int32, contiguous: the expert of each block, or below 0 for none. Changed.
@@ -37,5 +49,6 @@ def seat_blocks(expert_ids: torch.Tensor, slot_of: torch.Tensor) -> None:
             )
     num_blocks = expert_ids.numel()
     seat_kernel[(triton.cdiv(num_blocks, _BLOCK),)](
-        expert_ids, slot_of, num_blocks, BLOCK=_BLOCK, num_warps=2
-    )
+        expert_ids, slot_of, num_blocks, slot_of.numel(), BLOCK=_BLOCK, num_warps=2,
+        **launched(expert_ids.device, early=True),
+    )  # fmt: skip

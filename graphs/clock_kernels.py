@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """What a kernel asks of the device beside memory: the time, and to begin before another ends."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -40,6 +42,7 @@ def nanoseconds():
         return tl.full([], 0, tl.int64)
 
 
+@lru_cache
 def begins_early(device: torch.device) -> bool:
     """Whether a kernel can be launched before the stream's last one has ended (programmatic
     dependent launch): CUDA, compute capability 9.0 or later."""
@@ -48,3 +51,10 @@ def begins_early(device: torch.device) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )
+
+
+def launched(device: torch.device, early: bool) -> dict[str, bool]:
+    """Arguments of a kernel that shall begin before the stream's last one has ended, if `early` and
+    where the device can do that."""
+    early = early and begins_early(device)
+    return {"EARLY": early, **({"launch_pdl": True} if early else {})}

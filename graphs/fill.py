@@ -2,6 +2,7 @@
 
 import torch
 
+from graphs.clock_kernels import launched
 from graphs.fill_kernels import fill_kernel
 from graphs.records import RecordTable
 from graphs.slot_table import DeviceSlotTable
@@ -52,7 +53,7 @@ class ExpertFill:
             self.table.misses, self.table.miss_count, self.table.counters, self.table.stamps,
             self._finished, records.header, records.units, layer_idx,
             self.table.num_slots, records.max_units, records.unit_bytes, tail_of(records),
-            num_warps=self.num_warps, **self.table.launched(early),
+            num_warps=self.num_warps, **launched(self.table.device, early),
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 import triton
 
+from graphs.clock_kernels import launched
 from graphs.fill import ExpertFill, tail_of
 from graphs.fill_kernels import prefetch_fill_kernel
 from graphs.prefetch_kernels import post_kernel, reserve_kernel
@@ -158,7 +159,12 @@ class PrefetchHook:
         )  # fmt: skip
 
     def post(
-        self, layer_idx: int, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,
+        early: bool = False,
     ) -> None:
         """Tell the running fill what the layer demands in this step. Arguments as `resolve`."""
         table = self.table
@@ -169,6 +175,7 @@ class PrefetchHook:
             topk_ids, topk_ids if padding is None else padding, self.state.demand, self.state.epoch,
             table.clocks, table.stamps, layer_idx, n, row_stride,
             table.num_experts, top_k, block_for(n, num_warps), int(form), num_warps=num_warps,
+            **launched(table.device, early),
         )  # fmt: skip
 
 

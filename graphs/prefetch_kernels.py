@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from graphs.clock_kernels import nanoseconds
+from graphs.clock_kernels import await_last, nanoseconds
 from graphs.resolve_kernels import (
     EMPTY,
     EVICTIONS,
@@ -116,8 +116,12 @@ def reserve_kernel(
 def post_kernel(
     topk_ids, padding, demand, epoch, clock, stamps, layer_idx, n, row_stride,
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tell the prefetch fill, which may be running, what the layer demands in this step."""
+    """Tell the prefetch fill, which may be running, what the layer demands in this step. EARLY says
+    that the kernel is launched before the last one has ended."""
+    if EARLY:
+        await_last()
     step = tl.load(clock + 1)
     tl.store(stamps + layer_idx * NUM_STAMPS + POSTED, nanoseconds())
     ids, asked = load_ids(topk_ids, padding, row_stride, n, TOP_K, BLOCK, PAD)

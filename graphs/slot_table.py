@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton
 
-from graphs.clock_kernels import begins_early
+from graphs.clock_kernels import launched
 from graphs.layout import (
     EMPTY_SCORE,
     NUM_CLOCKS,
@@ -194,7 +194,6 @@ class DeviceSlotTable:
         self.max_assignments = max_assignments
         self.policy = policy
         self._resolve_kernel = resolve_kernel_of(policy.hit, policy.insert)
-        self._begins_early = begins_early(device)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -249,12 +248,6 @@ class DeviceSlotTable:
             self._prefetch.entry_count.zero_()
             self._prefetch.demand.zero_()
             self._prefetch.epoch.zero_()
-
-    def launched(self, early: bool) -> dict[str, bool]:
-        """Arguments of a kernel that shall begin before the stream's last one has ended, if `early`
-        and where the device can do that."""
-        early = early and self._begins_early
-        return {"EARLY": early, **({"launch_pdl": True} if early else {})}
 
     def restart_counters(self) -> None:
         """Count from zero; nothing else changes. Between steps only."""
@@ -512,7 +505,7 @@ class DeviceSlotTable:
             S_BLOCK=triton.next_power_of_2(self.num_slots),
             F_BLOCK=triton.next_power_of_2(forecast),
             PAD=int(form), HOOK=prefetch is not None, TOUCH=touch, num_warps=num_warps,
-            **self.launched(early),
+            **launched(self.device, early),
         )  # fmt: skip
         return out
 

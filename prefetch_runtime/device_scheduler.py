@@ -268,12 +268,13 @@ class DeviceScheduler(Scheduler):
         """
         guesses = self._begin_layer(layer_idx, topk_ids, guesses, padding)
         hook, branch = self._hook, self._branch
+        # After a record what comes last may be a copy, not a kernel.
+        early = self.device_recorder is None
         if hook is not None and branch is not None and branch.is_forked:
             # The fill that runs on the branch now copies only what is demanded, and ends.
-            hook.post(layer_idx, topk_ids, padding=padding)
+            hook.post(layer_idx, topk_ids, padding=padding, early=early)
             branch.join()
-        # After a join or a record what comes last may be an event or a copy, not a kernel.
-        early = hook is None and self.device_recorder is None
+            early = False  # an event comes last
         slot_ids = self._resolve(layer_idx, topk_ids, padding, early=early)
         if hook is not None and branch is not None and guesses is not None:
             # After this layer's demand, beside its experts and the attention that follows.

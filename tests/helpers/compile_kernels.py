@@ -29,7 +29,7 @@ INT64 = {
 SCALARS = dict.fromkeys(
     (
         "layer_idx", "n", "row_stride", "num_scores", "evict", "num_waves", "first", "num_tokens",
-        "num_ids", "num_blocks",
+        "num_ids", "num_blocks", "num_experts",
     ),
     "i32",
 )  # fmt: skip
@@ -139,8 +139,12 @@ def main() -> int:
             prefetch_kernels.reserve_kernel, 4, E=128, S=slots, F=64, S_BLOCK=slots, F_BLOCK=64
         )
         results.append(check(f"reserve, {slots} slots", ptx))
-    ptx = compile_kernel(prefetch_kernels.post_kernel, 1, E=128, TOP_K=8, BLOCK=32, PAD=2)
-    results.append(check("post", ptx, holds=lambda p: "release" in p))
+    for early in (False, True):
+        ptx = compile_kernel(
+            prefetch_kernels.post_kernel, 1, E=128, TOP_K=8, BLOCK=32, PAD=2, EARLY=early
+        )
+        results.append(check("post", ptx, holds=lambda p: "release" in p))
+        results.append(check("post", ptx, holds=begins_early if early else not_early))
     ptx = compile_kernel(wide_kernels.count_kernel, 4, E=128, BLOCK=1024)
     results.append(check("count", ptx, holds=lambda p: "red.global" in p or "atom.global" in p))
     for experts, slots, rows in ((1, 1, 1), (30, 7, 3), (128, 48, 16), (1024, 1024, 512)):
@@ -169,8 +173,9 @@ def main() -> int:
                 results.append(check(about_guesses, ptx, holds=ends_with_its_word))
             ptx = compile_kernel(demand_kernels.rename_kernel, 4, int64=int64, **told)
             results.append(check(f"rename, {about}", ptx))
-    ptx = compile_kernel(block_kernels.seat_kernel, 2, BLOCK=256)
-    results.append(check("seat", ptx))
+    for early in (False, True):
+        ptx = compile_kernel(block_kernels.seat_kernel, 2, BLOCK=256, EARLY=early)
+        results.append(check("seat", ptx, holds=begins_early if early else not_early))
     for wait in (wide_kernels.begin_wait_kernel, wide_kernels.end_wait_kernel):
         ptx = compile_kernel(wait, 1)
         results.append(check(wait.__name__, ptx, holds=lambda p: "globaltimer" in p))
