@@ -12,8 +12,9 @@ size (--repeats stretches of --new steps after --warm steps; the median stretch)
 steps hits, bytes over the link, and calls of the host. Records the outputs of --record layers and
 compares them, bit for bit, with the first `resident` engine's. Weights are random, so routing has
 no locality unless --routing brings some. Every engine gets the same weights from
-benchmarks/shapes.py. An engine that fails, or that takes more than --limit seconds to load or to
-measure, is a row that says why, with what had been measured by then.
+benchmarks/shapes.py. With --graphs, also what a small kernel takes in a graph of that process.
+An engine that fails, or that takes more than --limit seconds to load or to measure, is a row that
+says why, with what had been measured by then.
 """
 
 import argparse
@@ -252,6 +253,8 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
         row |= {f"{name}_b{size}": value for name, value in steps.items()}
         so_far()
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if options.graphs and torch.cuda.is_available():
+        row["us_small_kernel"] = small_kernel_us()
     if options.record and not is_uva:
         row["record"] = record(llm, options)
     if is_cache:
@@ -305,6 +308,32 @@ def decode_steps(
             found[f"{name}_mb"] = more[f"bytes_{name}"] / steps / 1e6
         found["host_calls"] = more["host_calls"]
     return found
+
+
+def small_kernel_us(kernels: int = 400) -> float:
+    """Microseconds of a kernel that does next to nothing, in a graph of such kernels. Gaps between
+    the kernels of all graphs are longer in some processes than in others, with the cache and
+    without: what a step takes compares between processes in which this is the same."""
+    import torch
+
+    numbers = torch.zeros(256, device="cuda")
+    numbers.add_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(kernels):
+            numbers.add_(1)
+    times = []
+    for _ in range(23):
+        made: Any = torch.cuda.Event  # untyped in some versions of torch
+        start, end = made(enable_timing=True), made(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(start.elapsed_time(end)) * 1e3 / kernels)
+    return statistics.median(times[3:])
 
 
 def record(llm: Any, options: argparse.Namespace) -> dict[str, Any]:
