@@ -15,6 +15,7 @@ from prefetch_runtime import cli, early_refusals
 from prefetch_runtime.bench import servers
 from prefetch_runtime.bench.config import BenchConfig, Server
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
+from prefetch_runtime.offline import WORKER_CLS
 from prefetch_runtime.vllm import serve
 from prefetch_runtime.vllm.serve import VllmCpuFinder, metrics_folder
 
@@ -170,11 +171,14 @@ def test_other_failures_and_a_good_end_stay_as_they_are(
     assert (process.returncode, err) == (0, "")
 
 
-def test_the_http_server_does_not_wait_for_clients_that_stay(
-    start: Callable[..., "subprocess.Popen[str]"],
+@pytest.mark.parametrize(
+    ("options", "seconds"), [(["--worker-cls", WORKER_CLS], serve.HANG_UP_S), ([], None)]
+)
+def test_the_http_server_of_a_cache_does_not_wait_for_clients_that_stay(
+    options: list[str], seconds: int | None, start: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
-    out, _ = start("serve", "http").communicate(timeout=60)
-    assert out.splitlines()[1:] == [f"1 {serve.HANG_UP_S}", "1 60"]
+    out, _ = start("serve", "http", *options).communicate(timeout=60)
+    assert out.splitlines()[1:] == [f"1 {seconds}", "1 60"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

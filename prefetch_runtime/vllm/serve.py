@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetch_runtime.config import METRICS_FOLDER_VARIABLE
+from prefetch_runtime.offline import WORKER_CLS
 from prefetch_runtime.refusals import collected
 
 HANG_UP_S = 3
@@ -42,7 +43,7 @@ def metrics_folder() -> Iterator[None]:
 
 
 def hang_up_at_the_end() -> None:
-    """Have the HTTP server end what is still open `HANG_UP_S` after it was told to end.
+    """Have the HTTP server of a cache end what is still open `HANG_UP_S` after it was told to end.
 
     vLLM ends its engine before, so that an open request gets no more tokens; by default uvicorn
     waits for its client to leave, and vLLM takes no second Ctrl-C.
@@ -113,7 +114,8 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv = ["vllm", *arguments[with_metrics:]]
     sys.meta_path.append(VllmCpuFinder())  # last: a real `vllm` is found first
     with metrics_folder() if with_metrics else nullcontext(), refusal_last():
-        hang_up_at_the_end()
+        if WORKER_CLS in arguments:  # without the cache the server is vLLM's own
+            hang_up_at_the_end()
         # Not before the variable is set: prometheus_client looks at it when it is imported.
         from vllm.entrypoints.cli.main import main as vllm_main
 
