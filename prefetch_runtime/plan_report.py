@@ -28,10 +28,11 @@ from prefetch_runtime.shapes import SHAPES
 from prefetch_runtime.waves import MOST_CAPTURED_WAVES, MOST_TOKENS_IN_WAVES
 
 CAVEAT = (
-    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 10 % where a "
-    "graph is replayed and experts miss, up to 35 % off where the host bounds the step (all "
-    "resident at batch 1 or 2, waves outside of any graph, mode eager); mode segmented and waves "
-    "inside a graph have not been compared."
+    "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 13 % where the GPU "
+    "bounds the step (48 layers resident, bf16 and int4) and where experts miss in one graph, up "
+    "to 35 % off where the host bounds it (few layers resident at batch 1 or 2, waves outside of "
+    "any graph, mode eager); misses in mode segmented and in waves inside a graph have not been "
+    "compared."
 )
 
 # How a step that may not fit is called in the column of modes.
@@ -69,8 +70,8 @@ def assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> dict[str,
         del found["GPU memory"]
     if workload.mode == "segmented":
         found["host"] = (
-            f"assumed: {SEGMENT_HOST_US:g} us at each MoE layer, its part alone, without "
-            "prediction; waiting for the ids and launching come on top and were not measured"
+            f"assumed: {SEGMENT_HOST_US:g} us at each MoE layer, as beside one H200 at batch 1 "
+            "without prediction"
             if workload.host_us is None
             else f"{workload.host_us:g} us at each MoE layer, given"
         )
@@ -78,7 +79,7 @@ def assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> dict[str,
     if any(estimate is not None and _has_captured_waves(estimate) for estimate in shown):
         found["waves"] = (
             f"assumed: {GRAPH_WAVE_US:g} us for each wave but the first of an MoE layer inside the "
-            "graph, as many as the worst routing needs; not measured"
+            "graph, as many as the worst routing needs; measured with two waves"
         )
     found["activations"] = "assumed: a tenth of what vLLM may use, graphs included"
     if sizes.notes:

@@ -151,7 +151,7 @@ class TestEstimate:
         fits = of.estimate(40)
         for slots, more in ((39, 1), (24, 1), (23, 2), (8, 2)):
             found = of.estimate(slots)
-            assert found.resident_ms == pytest.approx(fits.resident_ms + more * 40 * 0.05)
+            assert found.resident_ms == pytest.approx(fits.resident_ms + more * 40 * 0.059)
             assert found.copy_ms == fits.copy_ms == pytest.approx(40 * 15 * 9_437_184 / 25e6)
 
     @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_estimates_keep_two_digits() -> None:
 class TestSegmented:
     def test_a_step_is_that_of_mode_full_and_the_hosts_time_at_each_layer(self) -> None:
         full = planner().estimate(38)
-        for host_us, waited_ms in ((None, 48 * 0.014), (0.0, 0.0), (100.0, 4.8)):
+        for host_us, waited_ms in ((None, 48 * 0.052), (0.0, 0.0), (100.0, 4.8)):
             found = planner(mode="segmented", host_us=host_us).estimate(38)
             assert found.mode == "segmented"
             assert found.resident_ms == pytest.approx(full.resident_ms + waited_ms)
