@@ -232,18 +232,22 @@ class TestEstimate:
 
 def test_the_page_shows_what_is_computed() -> None:
     page = (ROOT / "docs" / "choosing-slots.md").read_text()
-    table = page.partition("| layers | mode |")[2].splitlines()[2:]
+    table = page.partition("| layers | experts |")[2].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table if "|" in line]
-    assert len(rows) == 6
-    for layers, mode, batch, slots, hit_rate, _, computed in rows:
+    assert len(rows) == 14
+    for layers, experts, mode, batch, slots, hit_rate, _, computed in rows:
         sizes = QWEN if layers == "48" else QWEN_16_LAYERS
+        if experts == "int4":
+            sizes = replace(sizes, expert_bytes=2_433_024)
         everything = slots == "all"
         rates = create_hit_rates("uniform", num_experts=128, top_k=8, batch=int(batch))
         hits = 1.0 if everything else float(hit_rate.rstrip(" %")) / 100
-        work: Any = {"mode": "full" if everything else mode, "batch": int(batch), "context": 512}
+        mode = "full" if everything else mode.partition("`")[0]
+        work: Any = {"mode": mode, "batch": int(batch), "context": 512}
         fixed = Fixed(rates.demand(8).demanded, hits)
         estimate = Planner(sizes, typical_gpu(141), Workload(**work), fixed).estimate(
-            128 if everything else int(slots)
+            # With a slot for each expert it plans no cache.
+            128 if everything else min(int(slots), 127)
         )
         step_ms = estimate.resident_ms + estimate.copy_ms
         assert step_ms == pytest.approx(float(computed), rel=0.03)
