@@ -302,8 +302,9 @@ def plan(
     tl.store(counters + HITS, hits_before + (both & 0xFFFF))
     if HOOK:
         used = tl.sum((first & (before == NEVER)).to(tl.int32), 0)
-        count(counters, PREFETCH_USED, used)
-        count(counters, USED_BYTES, used * payload_bytes)
+        if used > 0:
+            count(counters, PREFETCH_USED, used)
+            count(counters, USED_BYTES, used * payload_bytes)
     if (both >> 16) > 0:
         first_miss = tl.load(clock + MISSED_IN) != step  # of any layer in this step
         tl.store(clock + MISSED_STEPS, tl.load(clock + MISSED_STEPS) + first_miss.to(tl.int32))
