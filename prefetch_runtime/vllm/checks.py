@@ -87,10 +87,13 @@ def choose_mode(
     why_not = why_not_mode(wanted, vllm_config, config)
     if why_not is None:
         return wanted
+    has_graphs = _why_no_graphs(vllm_config, GRAPHS_OF[wanted]) is None
     if asked == "auto":
-        logger.info("Expert cache: mode 'eager', for mode 'full' %s", why_not)
+        # Steps without graphs take several times as long, which a policy hardly makes up for.
+        say = logger.warning if has_graphs else logger.info
+        say("Expert cache: mode 'eager', for %s", explain_mode("eager", vllm_config, config))
         return "eager"
-    if wanted == "full" and _why_no_graphs(vllm_config, GRAPHS_OF["segmented"]) is None:
+    if wanted == "full" and has_graphs:
         remedy = "use 'segmented', which takes every policy and predictor, or 'eager'"
         raise UnsupportedError(mode_refused(asked, why_not, remedy))
     raise UnsupportedError(mode_refused(asked, why_not))
@@ -110,7 +113,9 @@ def explain_mode(mode: str, vllm_config: VllmConfig, config: PrefetchConfig) -> 
         return "asked for"
     if mode == "full":
         return "what auto takes where it can run"
-    return f"mode full {why_not_mode('full', vllm_config, config)}"
+    no_graphs = _why_no_graphs(vllm_config, GRAPHS_OF["full"])
+    why_not = no_graphs or f"{_why_no_kernels(config)}; mode 'segmented' has graphs and takes it"
+    return f"mode 'full' {why_not}"
 
 
 def _why_no_kernels(config: PrefetchConfig) -> str | None:

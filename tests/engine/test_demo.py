@@ -65,7 +65,7 @@ def test_the_verdict_is_yes_with_all_threads(
     assert "Expert cache: 8 of 32 experts per MoE layer on the device" in log
     assert lines[-1] == f"identical: yes, {4 * TOKENS} tokens"
     assert status == 0
-    assert any("mode eager: mode full needs a CUDA device" in line for line in lines)
+    assert any("mode eager: mode 'full' needs a CUDA device" in line for line in lines)
     assert any("8/32" in line for line in lines), "the counters are printed"
     heads = next(line.split() for line in lines if "layer" in line and "stall" in line)
     total = next(line.split() for line in lines if line.strip().startswith("all"))
