@@ -117,7 +117,7 @@ def print_plan(
     _print_pairs(_memory_lines(planner, plan))
     if plan.estimates:
         _print_estimates(planner, plan)
-    if plan.uniform is not None and not plan.all_fit:
+    if plan.uniform is not None and plan.uniform != plan.best and not plan.all_fit:
         out.print(
             f"With {plan.uniform.slots_per_layer} slots and uniform routing, which no eviction "
             f"can help: {_speed(plan.uniform.tokens_per_s)} tokens/s."

@@ -120,6 +120,14 @@ class TestPlan:
         ):
             assert part in ran.out
 
+    def test_rates_that_are_uniform_are_not_said_to_be_worse_with_uniform_routing(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ran = run("plan", qwen, "--gpu-gib", "24", "--curve", "uniform")
+        assert "37/128" in ran.out
+        assert "assumed: uniform routing" in ran.out
+        assert "which no eviction can help" not in ran.out
+
     def test_the_command_that_it_ends_with_is_one_that_serve_takes(
         self, run: Callable[..., Ran], qwen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
