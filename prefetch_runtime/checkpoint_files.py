@@ -7,6 +7,10 @@ from typing import Any
 
 INDEX = "model.safetensors.index.json"
 
+GGUF_IS_NOT_READ = "GGUF is not read; take the model's safetensors files"
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.safetensors")
+"""Where vLLM's default loader, or a model's own, may find weights."""
 _MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file, by its format."""
 
@@ -44,6 +48,26 @@ def damaged_file(folder: Path) -> str | None:
     named = None if own_layout else _named_in_index(folder)
     read = own_layout or [path for path in found if named is None or path.name in named]
     return next((path.name for path in read if read_header(path) is None), None)
+
+
+def gguf_hint(folder: Path) -> str:
+    """What to do instead, where a folder has the model as GGUF; else empty."""
+    return f"; {GGUF_IS_NOT_READ}" if next(folder.glob("*.gguf"), None) else ""
+
+
+def absent_files(folder: Path) -> str | None:
+    """Which files with weights a folder lacks that vLLM would look for, in a few words; or None."""
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        return f"no weights (*.safetensors){gguf_hint(folder) or '; download them'}"
+    found = _found(folder)
+    if not found or any(map(_is_consolidated, found)):
+        return None
+    absent = sorted((_named_in_index(folder) or set()) - {path.name for path in found})
+    if not absent:
+        return None
+    more = len(absent) - 1
+    others = f" and {more} more file{'s' if more > 1 else ''}" if more else ""
+    return f"no {absent[0]}{others} of those that {INDEX} names; download what is missing"
 
 
 def files_read(folder: Path) -> tuple[Sequence[Path], bool]:

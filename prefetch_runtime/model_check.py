@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from prefetch_runtime.checkpoint_files import damaged_file, in_mistrals_layout
+from prefetch_runtime.checkpoint_files import absent_files, damaged_file, in_mistrals_layout
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.expert_tensors import misfit
 from prefetch_runtime.model_refusals import refused_family, refused_line, why_refused
@@ -36,8 +36,9 @@ def check_model(
         Experts of a MoE layer, where the folder says so.
 
     Raises:
-        ModelError: no such folder, a file in it that is cut off, experts of other sizes or of
-            another number than declared, a model without experts, or one that the cache refuses.
+        ModelError: no such folder, a file in it that is cut off or absent, experts of other sizes
+            or of another number than declared, a model without experts, or one that the cache
+            refuses.
         ConfigError: a number of slots, or a total for them, that the model cannot have.
     """
     folder = find_folder(model)
@@ -112,10 +113,13 @@ def _check_budget(model: str, declared: dict[str, Any], gib: float) -> None:
 def _check_files(model: str, folder: Path, declared: dict[str, Any]) -> None:
     try:
         damaged = damaged_file(folder)
+        absent = absent_files(folder)
         wrong = None if damaged is not None else misfit(folder, declared)
     except OSError as error:
         raise ModelError(f"{model!r} cannot be read: {error}") from None
     if damaged is not None:
         raise ModelError(f"{damaged} in {model!r} is cut off or damaged; download it again")
+    if absent is not None:
+        raise ModelError(f"{model!r} holds {absent}")
     if wrong is not None:
         raise ModelError(f"{model!r}: {wrong}")

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from prefetch_runtime.checkpoint_files import GGUF_IS_NOT_READ, gguf_hint
 from prefetch_runtime.shapes import SHAPES, published_config
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -59,7 +60,7 @@ def read_config(model: str) -> dict[str, Any] | None:
         return None
     path, beside = folder / CONFIG, folder / QUANT_CONFIG
     if not path.is_file():
-        hint = _of_the_hubs_cache(folder)
+        hint = _of_the_hubs_cache(folder) or gguf_hint(folder)
         raise ModelError(f"{model!r} holds no {CONFIG}, so it is no model folder{hint}")
     return _with_format(
         read_config_file(path, f"{model!r}"), beside if beside.is_file() else None, f"{model!r}"
@@ -213,6 +214,8 @@ def find_folder(model: str) -> Path | None:
         )  # the hub has no owner "models": that is the address of its list
         if "://" in model or not (looks_local or _starts_with_a_folder(model)):
             return None
+        if folder.expanduser().is_file() and folder.suffix == ".gguf":
+            raise ModelError(f"{model!r}: {GGUF_IS_NOT_READ}")
         if folder.expanduser().is_file():
             raise ModelError(
                 f"there is no model folder {model!r}: it is a file; give its folder, "

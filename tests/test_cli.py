@@ -713,6 +713,7 @@ class TestBadInput:
         blocks = [{"block_type": "moe", "n_routed_experts": 64}]
         config = {"model_type": "nemotron_h", "block_configs": blocks}
         (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "pytorch_model.bin").touch()
         serve = ("serve", str(tmp_path), "--moe-expert-cache-size", "8", "--enforce-eager")
         assert run(*serve).status == 0
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -1300,6 +1301,45 @@ def test_a_file_that_is_cut_off_is_named_before_vllm_starts(
     ran = run("serve", str(tmp_path), "--moe-expert-cache-size", "8")
     _refused(ran, "model.safetensors in", "is cut off or damaged")
     assert not executed
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        (["config.json"], "holds no weights (*.safetensors); download them"),
+        (["config.json", "x.Q4.gguf"], "GGUF is not read; take the model's safetensors files"),
+        (["x.Q4.gguf"], "holds no config.json, so it is no model folder; GGUF is not read; take"),
+        (["config.json", "index", 1], "holds no model-00002-of-00002.safetensors of those that"),
+        (["config.json", "index", "a"], "-00001-of-00002.safetensors and 1 more file of those"),
+    ],
+    ids=["no weights", "gguf beside config.json", "gguf alone", "half", "other files"],
+)
+def test_weights_that_are_not_there_are_missed_before_vllm_starts(
+    there: list[str | int],
+    words: str,
+    run: Callable[..., Ran],
+    executed: list[list[str]],
+    tmp_path: Path,
+) -> None:
+    index, shard = "model.safetensors.index.json", "model-0000{}-of-00002.safetensors"
+    for name in there:
+        if name in ("config.json", "index"):
+            name = index if name == "index" else name
+            (tmp_path / name).write_text((Path(TINY) / name).read_text())
+        elif name == 1:
+            (tmp_path / shard.format(1)).symlink_to((Path(TINY) / shard.format(1)).resolve())
+        elif name == "a":
+            (tmp_path / "a.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        else:
+            (tmp_path / str(name)).touch()
+    serve = ("serve", str(tmp_path), "--moe-expert-cache-size", "8", "--enforce-eager")
+    _refused(run(*serve), words)
+    assert not executed
+    file = tmp_path / "x.Q4.gguf"
+    if file.exists():
+        _refused(run(serve[0], str(file), *serve[2:]), "GGUF is not read; take the model's")
+    elif 1 not in there:
+        assert run(*serve, "--load-format", "dummy").status == 0
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class TestReadConfig:
         assert read_config("Qwen/Qwen3-30B-A3B") is None
 
     def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
-        file = tmp_path / "model.gguf"
+        file = tmp_path / "model.safetensors"
         file.touch()
         with pytest.raises(ModelError, match="there is no model folder"):
             read_config(str(file))

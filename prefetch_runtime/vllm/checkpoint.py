@@ -29,7 +29,8 @@ ONE_EXPERTS = ("gpt_oss_w13", "gpt_oss_w2")
 _READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Values of vLLM's `--load-format`; others invent weights, or read other files."""
 _FAILURES = (
-    AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError, SafetensorError,
+    AssertionError, FileNotFoundError, IndexError, KeyError, RuntimeError, TypeError, ValueError,
+    SafetensorError,
 )  # fmt: skip
 
 

@@ -137,6 +137,7 @@ def load_weights(error: BaseException) -> None:
     [
         (KeyError("w13_weight_scale"), "(KeyError: 'w13_weight_scale')"),
         (RuntimeError("sizes\n differ"), "(RuntimeError: sizes differ)"),
+        (FileNotFoundError("b.safetensors"), "(FileNotFoundError: b.safetensors)"),
         (AssertionError(), "(AssertionError: in `raise error`)"),
     ],
 )
