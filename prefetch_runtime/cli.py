@@ -1,5 +1,6 @@
 """The `prefetch-runtime` command."""
 
+import errno
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ from prefetch_runtime.passed_on import (
     CONTEXT,
     EPILOG,
     PassesOn,
+    check_prompts,
     option_name,
     overrides_model,
     quantises,
@@ -384,6 +386,7 @@ def generate_command(
         prefetch_budget_mib=prefetch_budget_mib,
         staging_slots=staging_slots,
     )
+    check_prompts(prompt)
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"--temperature must be 0 or more, got {temperature}")
     config = PrefetchConfig.from_mapping(settings)
@@ -563,19 +566,35 @@ app.command()(cli_plan.plan)
 app.command()(cli_plan.doctor)
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def _terminated(number: int, frame: object) -> NoReturn:  # noqa: ARG001 (signal's arguments)
     sys.exit(128 + number)
 
 
 def main() -> None:
-    """Run the command; what the user can mend ends in one line and exit status 2 (1: engine)."""
-    # An engine that a command has started must not outlive it.
-    signal.signal(signal.SIGTERM, _terminated)
+    """Run the command; what the user can mend ends in one line and exit status 2 (1: engine, or an
+    output that cannot be written)."""
+    # An engine that a command has started must not outlive it, nor a closed terminal.
+    for ends in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ends) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(ends, _terminated)
     try:
-        app()
+        try:
+            app()
+        finally:
+            with suppress(AttributeError):  # None where it was closed
+                sys.stdout.flush()
     except (ConfigError, ModelError, TraceError) as error:
         err.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
     except GenerationError as error:
         err.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        where = f" {error.filename}" if error.filename else ""
+        err.print(f"error: cannot write{where}: {error.strerror}", markup=False, soft_wrap=True)
+        os._exit(1)  # what standard output still holds would fail again, in a traceback

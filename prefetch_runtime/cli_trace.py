@@ -16,7 +16,7 @@ from prefetch_runtime.config import POLICIES, ConfigError, PrefetchConfig
 from prefetch_runtime.early_refusals import check_output, refuse_on_cpu
 from prefetch_runtime.model_check import check_model
 from prefetch_runtime.offline import empty_log, generate
-from prefetch_runtime.passed_on import overrides_model, passed_on
+from prefetch_runtime.passed_on import check_prompts, overrides_model, passed_on
 from prefetch_runtime.simulate import (
     SimulationResult,
     SimulationSettings,
@@ -93,6 +93,7 @@ def trace(
     options: dict[str, Any] = {"enforce_eager": mode == "eager"}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
+    check_prompts(prompt)
     check_output(output, "--out")
     config = PrefetchConfig.from_mapping(settings)
     refuse_on_cpu(config, is_eager=mode == "eager", modes="use 'eager'")

@@ -36,6 +36,8 @@ METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 MAX_BUDGET_MIB = 1 << 20
 """More than any prediction names."""
+MAX_CACHE_GIB = 1 << 20
+"""More than any model's experts weigh."""
 
 POLICIES = POLICY_NAMES + HOST_POLICY_NAMES
 PREDICTORS = tuple(name for name in PREDICTOR_NAMES if name != "oracle")  # it knows the future
@@ -62,7 +64,9 @@ class PrefetchConfig(BaseModel):
     slots_per_layer: int | Literal["auto"] = 0
     """Experts of each MoE layer on the device; 0 = off, "auto" = what the KV cache leaves, on
     a CPU half of them."""
-    expert_cache_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    expert_cache_gib: float | None = Field(
+        default=None, gt=0, le=MAX_CACHE_GIB, allow_inf_nan=False
+    )
     """The same as a total in GiB over all layers; excludes `slots_per_layer`."""
     mode: Mode = "auto"
     """Where the mapping is decided: by kernels inside one captured graph ("full"), by the host

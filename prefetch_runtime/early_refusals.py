@@ -95,7 +95,7 @@ def refuse_options(passed_on: Sequence[str]) -> None:
 
 
 def refuse_taken_port(passed_on: Sequence[str]) -> None:
-    """A port of `vllm serve` on which another server listens.
+    """A port of `vllm serve` on which another server listens, or that is none.
 
     vLLM finds it half a minute later, and says so in a traceback that does not name it. With
     several API servers on both sides it finds nothing: the two would share the port, each
@@ -112,13 +112,15 @@ def refuse_taken_port(passed_on: Sequence[str]) -> None:
         elif name.startswith(("--po", "--ho", "--ud", "--headl", "--conf")):
             return  # abbreviated, said elsewhere, or no port at all
     port, host = given["--port"] or "8000", given["--host"]
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+    if not (port.isascii() and port.isdecimal()) or (number := int(port)) == 0:
         return  # vLLM's own error, or any port that is free
+    if number >= 1 << 16:
+        raise ConfigError(f"--port {port}: ports end at 65535; choose another --port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host, number))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(

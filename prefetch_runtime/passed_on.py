@@ -88,3 +88,12 @@ def passed_on(
     if is_cached:
         refuse_options(arguments)
     return arguments
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raise ConfigError for a prompt whose bytes are no text, which no tokenizer takes."""
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"--prompt {prompt!r} is not valid UTF-8") from None

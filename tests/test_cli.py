@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -587,6 +588,7 @@ class TestBadInput:
             line = f"port {port} is taken by a server that runs already; end that one, or choose"
             for where in (["--port", port], [f"--port={port}", "--host=127.0.0.1"]):
                 _refused(run(*serve, *where), line)
+            _refused(run(*serve, "--port", "65536"), "--port 65536: ports end at 65535")
             for where in (["--port=0"], ["--port", "x"], ["--uds", "s", "--port", port]):
                 early_refusals.refuse_taken_port(where)
             early_refusals.refuse_taken_port(["--port", port, "--config", "file.yaml"])
@@ -1216,6 +1218,26 @@ def test_simulate_learns_a_table_and_goes_on_from_it(
         (["transition", "--save-table", "/proc/t.npz"], "cannot write into /proc"),
     ):
         _refused(run(*replay, *given), words)
+
+
+def test_a_prompt_that_is_no_text_is_refused(run: Callable[..., Ran], tmp_path: Path) -> None:
+    for command in (["generate"], ["trace", "--out", str(tmp_path / "t.npz")]):
+        given = [TINY, "--prompt", "import", "--prompt", "\udcff", "--moe-expert-cache-size", "8"]
+        _refused(run(*command, *given), r"--prompt '\udcff' is not valid UTF-8")
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["doctor", "--json"], ["--help"]])
+def test_an_output_that_cannot_be_written_is_one_line(command: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "prefetch_runtime", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ran.stderr == "error: cannot write: No space left on device\n"
+    assert ran.returncode == 1
 
 
 @pytest.mark.parametrize("temperature", ["-0.1", "nan", "inf"])

@@ -84,7 +84,7 @@ class TestRefused:
     def test_slots_that_are_no_number_of_experts(self, value: object) -> None:
         _refused({"slots_per_layer": value}, SLOTS, f"got {value!r}")
 
-    @pytest.mark.parametrize("value", [-1, 0, "4", float("inf"), float("nan")], ids=str)
+    @pytest.mark.parametrize("value", [-1, 0, "4", float("inf"), float("nan"), 1e308], ids=str)
     def test_a_size_that_is_no_amount(self, value: object) -> None:
         _refused({"expert_cache_gib": value}, GIB, "should be", f"got {value!r}")
 

@@ -152,7 +152,10 @@ def test_a_log_is_emptied_and_nothing_but_a_plain_file_is_touched(tmp_path: Path
         empty_log(log / "below")
 
 
-def test_a_command_that_is_terminated_takes_its_engine_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_terminated_takes_its_engine_along(
+    ends: signal.Signals, tmp_path: Path
+) -> None:
     child = tmp_path / "engine.py"
     child.write_text("import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(120)\n")
     script = (
@@ -172,8 +175,8 @@ def test_a_command_that_is_terminated_takes_its_engine_along(tmp_path: Path) -> 
             assert command.poll() is None
             time.sleep(0.05)
         engine = int(log.read_text())
-        command.terminate()
-        assert command.wait(30) == 128 + signal.SIGTERM
+        command.send_signal(ends)
+        assert command.wait(30) == 128 + ends
     finally:
         command.kill()
         command.wait()
