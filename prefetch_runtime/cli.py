@@ -427,7 +427,7 @@ def generate_command(
         )
     _print_texts(prompt, result.texts)
     if result.stats is not None:
-        _print_counters(result.stats)
+        _print_counters(result.stats, config.predictor)
 
 
 @app.command()
@@ -464,7 +464,7 @@ def demo(
         )
     _print_texts(result.prompts, result.cached.texts)
     if result.cached.stats is not None:
-        _print_counters(result.cached.stats)
+        _print_counters(result.cached.stats, predictor)
     out.print(result.verdict)
     if not result.identical:
         raise typer.Exit(1)
@@ -478,7 +478,7 @@ def _print_texts(prompts: Sequence[str], texts: Sequence[str]) -> None:
         out.print()
 
 
-def _print_counters(stats: RuntimeStats) -> None:
+def _print_counters(stats: RuntimeStats, predictor: str) -> None:
     out.print(stats_table(stats))
     guesses = (
         "late: demanded while their prefetch was under way; guess: prefetched; used: of the "
@@ -490,6 +490,11 @@ def _print_counters(stats: RuntimeStats) -> None:
         + "waves: parts in which steps were computed, more than one a step where its experts do "
         "not fit the slots; MiB: copied; stall: waited for experts"
     )
+    if predictor != "none" and not stats.total("prefetched"):
+        out.print(
+            f"nothing was prefetched by {predictor}: steps whose experts might not fit the slots "
+            "get no predictions, nor do layers where they do not pay"
+        )
 
 
 def stats_table(stats: RuntimeStats) -> Table:

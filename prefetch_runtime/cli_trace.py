@@ -232,7 +232,7 @@ def _check_plot(path: Path) -> None:
     try:
         check_plot(path)
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install 'prefetch-runtime[plot]'") from None
+        raise ConfigError("--plot needs matplotlib; pip install matplotlib") from None
     except ValueError as error:
         raise ConfigError(f"--plot: cannot draw into {path}: {error}") from None
 

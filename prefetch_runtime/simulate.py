@@ -363,7 +363,7 @@ def check_plot(path: Path | str) -> None:
     """Whether `plot` can draw into a file of this name, before anything is replayed for it.
 
     Raises:
-        ImportError: there is no matplotlib (install `prefetch-runtime[plot]`).
+        ImportError: there is no matplotlib (the extra `plot`).
         ValueError: a name that tells no format, or no folder to put it into.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -894,6 +894,23 @@ class TestGenerate:
         assert call["engine_options"] == {"enforce_eager": True, "max_model_len": 100}
         assert log.read_bytes() == b""  # the earlier one is gone
 
+    def test_a_predictor_that_brought_nothing_in_is_said_to_have_done_nothing(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        given = ["-p", "a", "-p", "b", "--moe-expert-cache-size", "8", "--log", str(tmp_path / "x")]
+        words = "nothing was prefetched by next_gate: "
+        some = replace(STATS, layers=[replace(STATS.layers[0], prefetched=1)])
+        for stats, predictor, is_said in (
+            (STATS, "next_gate", True),
+            (some, "next_gate", False),
+            (STATS, "none", False),
+        ):
+            self._patch(monkeypatch, stats)
+            ran = run("generate", TINY, *given, "--predictor", predictor)
+            assert ran.status == 0
+            assert (words in ran.out) == is_said
+            assert "nothing was" not in ran.out or is_said
+
     def test_why_the_mode_was_chosen_stands_left_under_the_counters(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
