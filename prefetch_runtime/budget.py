@@ -16,10 +16,13 @@ every failure; it comes on only if what it saves is clearly more than what it co
 no clock of its own: numbers in, budgets out.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefetch_runtime.stats import LayerStats
+
+logger = logging.getLogger(__name__)
 
 COMPUTE_SLOWDOWN = 0.04
 """Share of a copy's time by which the compute beside it takes longer: 0 to 5 % in decode steps on
@@ -35,6 +38,8 @@ FIRST_RETRY_STEPS = 1024
 LAST_RETRY_STEPS = 1 << 20
 SMALLEST_SHARE = 0.1
 """Of an expert: a budget below it is none, for a whole slot would be given for so little."""
+TRIALS = 3
+"""Failed by every layer: then it is said that prediction does not pay."""
 _EVIDENCE_EXPERTS = 32
 """Experts that must have been prefetched before they are judged."""
 _SMOOTHING = 0.3
@@ -113,6 +118,7 @@ class BudgetController:
         self._link_is_measured = False
         self._link_evidence = _LINK_EVIDENCE_EXPERTS * expert_bytes[0]
         self._copied = _Copied()
+        self._has_said_so = False
 
     @property
     def budgets(self) -> list[int]:
@@ -142,7 +148,21 @@ class BudgetController:
             changed |= layer.observe(
                 _Totals.of(stats), self._link_bytes_per_s, is_measured=self._link_is_measured
             )
+        self._say_what_does_not_pay()
         return changed
+
+    def _say_what_does_not_pay(self) -> None:
+        predicted = self._layers[1:]  # nothing predicts the first
+        if self._has_said_so or not predicted:
+            return
+        if all(not layer.is_on and layer.num_failed >= TRIALS for layer in predicted):
+            self._has_said_so = True
+            logger.warning(
+                "Expert cache: prediction has been tried %d times in every layer and did not pay; "
+                "it is off, but for a short trial from time to time. Without a predictor a step "
+                "has fewer kernels, or less to do on the host.",
+                min(layer.num_failed for layer in predicted),
+            )
 
     def restarted(self) -> None:
         """The counters start from zero again; what was learned stays."""
@@ -184,6 +204,8 @@ class _Layer:
         self._moved = 0.0
         self._steps_so = 0  # steps in the present state
         self._retry_steps = FIRST_RETRY_STEPS
+        self.num_failed = 0
+        """Trials, and times on, that did not pay, since it last paid for long."""
 
     def observe(self, totals: _Totals, link_bytes_per_s: float, *, is_measured: bool) -> bool:
         steps = totals.steps - self.seen.steps
@@ -225,14 +247,19 @@ class _Layer:
         self._balance += 0.5 * (balance - self._balance)
         if self._balance < OFF_BELOW:
             if self._steps_so > 8 * self._retry_steps:
-                self._retry_steps = FIRST_RETRY_STEPS  # it has paid for long: the load has changed
+                self._start_over()  # it has paid for long: the load has changed
                 self._switch(on=False)
             else:
                 self._fail()
         elif self._steps_so > 8 * self._retry_steps:
-            self._retry_steps = FIRST_RETRY_STEPS
+            self._start_over()
+
+    def _start_over(self) -> None:
+        self._retry_steps = FIRST_RETRY_STEPS
+        self.num_failed = 0
 
     def _fail(self) -> None:
+        self.num_failed += 1
         self._switch(on=False)
         self._retry_steps = min(2 * self._retry_steps, LAST_RETRY_STEPS)
 

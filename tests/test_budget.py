@@ -131,6 +131,29 @@ def test_garbage_goes_off_and_is_retried_at_growing_intervals() -> None:
     assert gaps[-1] > 4 * gaps[0]
 
 
+def test_it_is_said_once_that_prediction_pays_in_no_layer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    history = History()
+    history.run(6_000, 0.05)
+    assert not caplog.records, "two trials say little"
+    history.run(100_000, 0.05)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "tried 3 times in every layer and did not pay" in record.getMessage()
+
+
+def test_nothing_is_said_where_it_pays_in_some_layer(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = History(), History()
+    both = BudgetController([EXPERT_BYTES] * 3)
+    for _ in range(1000):
+        good.run(32, 0.7)
+        bad.run(32, 0.0)
+        both.observe([*good.stats, bad.stats[1]])
+    assert both.is_on[1:] == [True, False]
+    assert len(caplog.records) == 1, "the controller of `bad` alone, where it is the only layer"
+
+
 def test_what_begins_to_pay_is_found_out() -> None:
     history = History()
     history.run(3_000, 0.05)
