@@ -94,6 +94,9 @@ class PrefetchWorker(BaseWorker):
             prepare_compilation(
                 vllm_config, mode=self.prefetch_mode, version=prefetch_runtime.__version__
             )
+        elif "slots_per_layer" not in self.prefetch_config.model_fields_set:
+            # The worker was asked for, its size forgotten: soon all experts are put on the device.
+            logger.warning("Expert cache: off, vLLM alone; on with %s", spelled("slots_per_layer"))
         super().__init__(vllm_config, *args, **kwargs)
 
     def _choose_mode(self, vllm_config: VllmConfig) -> str:

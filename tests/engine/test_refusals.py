@@ -64,6 +64,22 @@ def _refused(vllm_config: Any, message: str) -> None:
     assert "RoutedExperts" not in op_registry_oot
 
 
+@pytest.mark.parametrize("settings", [None, {"predictor": "next_gate"}, {"slots_per_layer": 0}, ON])
+def test_a_worker_without_a_size_says_that_the_cache_is_off(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefetch_runtime.vllm import worker
+
+    said: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(worker, "logger", logger)
+    with pytest.raises(Reached):
+        _start(_vllm_config(settings=settings))
+    forgotten = settings is None or "slots_per_layer" not in settings
+    off = "Expert cache: off, vLLM alone; on with 'slots_per_layer' (--moe-expert-cache-size)"
+    assert said == [off] * forgotten
+
+
 class TestSettings:
     @pytest.mark.parametrize(
         ("settings", "message"),
