@@ -60,7 +60,8 @@ install() {
   local beat status=0
   beat &
   beat=$!
-  pip install -qq "$@" || status=$?
+  # Python compiles a module when it is first imported; all of them would take a minute.
+  pip install -qq --no-compile "$@" || status=$?
   kill "$beat" 2>/dev/null || true
   wait "$beat" 2>/dev/null || true
   return "$status"

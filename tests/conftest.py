@@ -6,8 +6,18 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.quick_interpreter import quicken
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before fixtures, which may run kernels."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None:
+        quicken(interpreter)
 
 
 @pytest.fixture(autouse=True)

@@ -416,13 +416,20 @@ def test_budgets_are_set_between_steps_and_seen_in_the_counters() -> None:
         device.set_budgets([0, -1])
 
 
+@pytest.fixture
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller looks after few steps, since interpreted kernels take long."""
+    monkeypatch.setattr("prefetch_runtime.device_scheduler.CONTROL_STEPS", 8)
+
+
+@pytest.mark.usefixtures("_often")
 def test_a_controller_switches_off_what_never_comes_true() -> None:
     device = _predicting()
     nbytes = LAYOUT.payload_bytes
-    device.control_budgets(BudgetController([nbytes] * NUM_LAYERS, min_steps=16))
+    device.control_budgets(BudgetController([nbytes] * NUM_LAYERS, min_steps=4))
     assert device.stats().layers[1].prefetch_budget_bytes == nbytes
-    for guess in range(26):  # another one each time, or it would be resident
-        _steps(device, 4, [5 + guess % 7])
+    for guess in range(24):  # another one each time, or it would be resident
+        _steps(device, 2, [5 + guess % 7])
     assert device.stats().layers[1].prefetched > 16
     assert device.stats().layers[1].prefetch_budget_bytes == 0
     before = device.stats().layers[1].prefetched
@@ -430,16 +437,17 @@ def test_a_controller_switches_off_what_never_comes_true() -> None:
     assert device.stats().layers[1].prefetched == before
 
 
+@pytest.mark.usefixtures("_often")
 def test_a_controller_starts_again_with_the_counters() -> None:
     device = _predicting()
-    controller = BudgetController([LAYOUT.payload_bytes] * NUM_LAYERS, min_steps=16)
+    controller = BudgetController([LAYOUT.payload_bytes] * NUM_LAYERS, min_steps=4)
     device.control_budgets(controller)
     layer = controller._layers[0]
-    _steps(device, 40, [5])
+    _steps(device, 10, [5])
     before = layer.seen.steps
-    assert before > 16
+    assert before > 4
     device.reset()
-    _steps(device, 25, [5])
+    _steps(device, 7, [5])
     assert 0 < layer.seen.steps < before, (
         "counters that have begun anew are looked at, not waited for"
     )

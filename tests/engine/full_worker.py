@@ -3,9 +3,13 @@
 from typing import Any
 
 import torch
+from triton.runtime import interpreter
 
 from prefetch_runtime.scheduler import Guesses
 from prefetch_runtime.vllm.worker import PrefetchWorker
+from tests.helpers.quick_interpreter import quicken
+
+quicken(interpreter)
 
 
 class FullWorker(PrefetchWorker):
