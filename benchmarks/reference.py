@@ -135,10 +135,12 @@ def run_engine(
     engine: dict[str, Any],
     spec: dict[str, Any],
     before: Callable[[Any], None] | None = None,
+    after: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:
     """Start one engine, run every batch, return its record.
 
-    `before` is called with the engine (`vllm.LLM`) when it is up, before the first batch.
+    `before` is called with the engine (`vllm.LLM`) when it is up, before the first batch; `after`
+    behind the last.
     """
     from vllm import LLM, SamplingParams
 
@@ -171,6 +173,8 @@ def run_engine(
                 "layers": recorder[0].take() if recorder else {},
                 "rpc": {name: llm.collective_rpc(name)[0] for name in engine.get("rpc", [])},
             }
+        if after is not None:
+            after(llm)
     finally:
         if recorder:
             recorder[0].close()

@@ -26,9 +26,10 @@ ENGINE: Mapping[str, Any] = {
     "disable_log_stats": True,
     "seed": 0,
 }
-# 12 slots in each of 8 layers: experts of 3 x 64 x 128 bf16.
-GIB_OF_12_SLOTS = 12 * 8 * (3 * 64 * 128 * 2) / 2**30
-GIB_OF_23_EXPERTS = 23 * (3 * 64 * 128 * 2) / 2**30  # top_k is 4: enough for 5 layers, not for 6
+# Experts of 3 x 64 x 128 bf16; 12 slots in each of 8 layers.
+EXPERT_BYTES = 3 * 64 * 128 * 2
+GIB_OF_12_SLOTS = 12 * 8 * EXPERT_BYTES / 2**30
+GIB_OF_23_EXPERTS = 23 * EXPERT_BYTES / 2**30  # top_k is 4: enough for 5 layers, not for 6
 
 
 def _prompt(length: int, seed: int) -> list[int]:
@@ -36,6 +37,12 @@ def _prompt(length: int, seed: int) -> list[int]:
     return [chosen.randrange(2, 8192) for _ in range(length)]
 
 
+PREDICTED: Mapping[str, Any] = {
+    "slots_per_layer": 8,
+    "policy": "lfru",
+    "predictor": "next_gate",
+    "prefetch_budget_mib": 2 * EXPERT_BYTES / 2**20,  # whole experts: the host copies no parts
+}
 BATCHES: list[dict[str, Any]] = [
     {
         "name": "one-short",
@@ -75,10 +82,11 @@ def _cached(name: str, worker: str = WORKER, **more: Any) -> dict[str, Any]:
 CACHED = [
     _cached("lru-4", settings={"slots_per_layer": 4}),
     _cached("lru-8", settings={"slots_per_layer": 8}, before="inspect"),
-    _cached("lru-16", settings={"slots_per_layer": 16, "mode": "eager"}),
+    _cached("lru-16", settings={"slots_per_layer": 16, "mode": "eager"}, traces=4096),
     _cached("lru-32", settings={"slots_per_layer": 32}),
     _cached("lfru-4", settings={"slots_per_layer": 4, "policy": "lfru"}, batches=["four"]),
     _cached("lfru-8", settings={"slots_per_layer": 8, "policy": "lfru"}),
+    _cached("predicted-8", settings=PREDICTED, traces=4096),
     _cached("gib", settings={"expert_cache_gib": GIB_OF_12_SLOTS}, batches=["four"]),
     _cached("auto", settings={"slots_per_layer": "auto"}, batches=["four"]),
     _cached("trouble", settings={"slots_per_layer": 8}, before="trouble"),

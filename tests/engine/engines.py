@@ -2,10 +2,11 @@
 
     python -m tests.engine.engines SPEC.json OUT.pt
 
-The spec is the one of `benchmarks/reference.py`; each engine may name the batches it runs, and
-what to do to it before them: "inspect" or "trouble". OUT holds {engine: record of `run_engine` with
-"before": what that returned, or "error": a traceback; "registered": vLLM's replaced classes once it
-has shut down, "left": what of ours is still alive then}}.
+The spec is the one of `benchmarks/reference.py`; each engine may name the batches it runs, what to
+do to it before them ("inspect" or "trouble"), and "traces", the tokens of a trace to record. OUT
+holds {engine: record of `run_engine` with "before": what that returned, "trace": the trace's file
+beside OUT, or "error": a traceback; "registered": vLLM's replaced classes once it has shut down,
+"left": what of ours is still alive then}}.
 """
 
 import gc
@@ -107,11 +108,11 @@ def trouble(llm: Any) -> dict[str, Any]:
 BEFORE = {"inspect": look_inside, "trouble": trouble}
 
 
-def run(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """One engine, from its start to its end, and what is left of it."""
+def run(engine: dict[str, Any], spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One engine, from its start to its end, and what is left of it; a trace goes into `folder`."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    found = _run(engine, spec)
+    found = _run(engine, spec, folder)
     gc.collect()
     return {**found, "registered": sorted(op_registry_oot), "left": _alive()}
 
@@ -122,12 +123,19 @@ def _alive() -> list[str]:
     return sorted(name for thing in gc.get_objects() if (name := type(thing).__name__) in kinds)
 
 
-def _run(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+def _run(engine: dict[str, Any], spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def before(llm: Any) -> None:
         if "before" in engine:
             found["before"] = BEFORE[engine["before"]](llm)
+        if "traces" in engine:
+            llm.collective_rpc("prefetch_trace_start", args=(engine["traces"], True))
+
+    def after(llm: Any) -> None:
+        if "traces" in engine:
+            found["trace"] = str(folder / f"{engine['name']}.npz")
+            llm.collective_rpc("prefetch_trace_save", args=(found["trace"],))
 
     batches = [
         batch
@@ -135,7 +143,7 @@ def _run(engine: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
         if batch["name"] in engine.get("batches", [batch["name"]])
     ]
     try:
-        record = run_engine(engine, {**spec, "batches": batches}, before)
+        record = run_engine(engine, {**spec, "batches": batches}, before, after)
     except Exception:
         return {"error": traceback.format_exc()}
     return {"batches": record, **found}
@@ -148,7 +156,7 @@ def main() -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     records: dict[str, Any] = {}
     for engine in spec["engines"]:
-        records[engine["name"]] = run(engine, spec)
+        records[engine["name"]] = run(engine, spec, out.resolve().parent)
         torch.save(records, out)
     return 0
 

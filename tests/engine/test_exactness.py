@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 SLOTS = {"lru-4": 4, "lru-8": 8, "lru-16": 16, "lru-32": 32, "lfru-4": 4, "lfru-8": 8}
 AUTO = 32 if torch.cuda.is_available() else 16
-EXACT = [*SLOTS, "gib", "auto"]
+EXACT = [*SLOTS, "predicted-8", "gib", "auto"]
 VLLM_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"
 
 

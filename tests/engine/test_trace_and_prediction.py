@@ -1,18 +1,13 @@
-"""A recorded run replayed by the simulator, and tokens that no prediction changes."""
+"""A recorded run replayed by the simulator, and what prediction changes."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefetch_runtime.offline import Generation, generate
 from prefetch_runtime.simulate import SimulationSettings, simulate
+from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import Trace, load_trace
-
-ROOT = Path(__file__).parents[2]
-MODEL = str(ROOT / "models" / "tiny-moe")
-PROMPTS = ["import torch\nimport torch.nn as nn\n\nclass", "#include <linux/", "The novel opens"]
-EXPERT_BYTES = 49152
-BUDGET_MIB = 2 * EXPERT_BYTES / 2**20  # whole experts: the host copies no parts
+from tests.engine.conftest import BATCHES, EXPERT_BYTES, PREDICTED
 
 COUNTERS = (
     "hits",
@@ -24,78 +19,64 @@ COUNTERS = (
     "prefetch_dropped",
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
-def run(folder: Path, settings: dict[str, object]) -> tuple[Generation, Trace]:
-    folder.mkdir()
-    path = folder / "trace.npz"
-    result = generate(
-        MODEL,
-        PROMPTS,
-        settings={"slots_per_layer": 8, **settings},
-        log=folder / "log",
-        max_tokens=24,
-        ignore_eos=True,
-        engine_options={"max_model_len": 256, "enforce_eager": True, "seed": 0},
-        before=[["prefetch_trace_start", 4096, True]],
-        after=[["prefetch_audit"], ["prefetch_trace_save", str(path)]],
+def stats_of(record: dict[str, Any]) -> RuntimeStats:
+    """The counters behind an engine's last batch."""
+    assert "error" not in record, record["error"]
+    *_, last = record["batches"].values()
+    return RuntimeStats.from_dict(last["rpc"]["prefetch_stats"])
+
+
+def check_counters(stats: RuntimeStats, trace: Trace, **settings: Any) -> None:
+    """Replay the trace, and compare every layer's counters with the engine's."""
+    simulated = simulate(
+        trace,
+        SimulationSettings(
+            num_slots=stats.layers[0].num_slots,
+            policy=stats.policy,
+            link_gbs=float("inf"),  # host copies are there at once
+            expert_bytes=EXPERT_BYTES,
+            wide_steps="token",
+            **settings,
+        ),
     )
-    return result, load_trace(path)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Generation, Trace]:
-    return run(tmp_path_factory.mktemp("trace") / "plain", {})
-
-
-@pytest.fixture(scope="module")
-def predicted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Generation, Trace]:
-    settings = {"predictor": "next_gate", "prefetch_budget_mib": BUDGET_MIB, "policy": "lfru"}
-    return run(tmp_path_factory.mktemp("trace") / "predicted", settings)
-
-
-def test_a_trace_holds_every_token_and_who_asked_for_it(plain: tuple[Generation, Trace]) -> None:
-    generation, trace = plain
-    assert trace.num_layers == 8
-    assert trace.num_experts == 32
-    assert trace.next_gate is not None
-    assert set(trace.sequence.tolist()) == {0, 1, 2}
-    # The last token of each request is never fed back.
-    assert trace.num_tokens > generation.num_tokens - len(PROMPTS)
-
-
-@pytest.mark.parametrize("which", ["plain", "predicted"])
-def test_the_simulator_counts_what_the_engine_counted(
-    which: str, request: pytest.FixtureRequest
-) -> None:
-    generation, trace = request.getfixturevalue(which)
-    stats = generation.stats
-    assert stats is not None
-    settings = SimulationSettings(
-        num_slots=8,
-        policy=stats.policy,
-        predictor="none" if which == "plain" else "next_gate",
-        link_gbs=float("inf"),  # host copies are there at once
-        expert_bytes=EXPERT_BYTES,
-        budget_bytes=int(BUDGET_MIB * 2**20),
-        wide_steps="token",
-    )
-    simulated = simulate(trace, settings)
     for engine, model in zip(stats.layers, simulated.layers, strict=True):
         for counter in COUNTERS:
             assert getattr(engine, counter) == getattr(model, counter), (engine.layer_idx, counter)
-    assert bool(stats.total("prefetch_used")) == (which == "predicted")
+
+
+PREDICTION = {
+    "predictor": PREDICTED["predictor"],
+    "budget_bytes": int(PREDICTED["prefetch_budget_mib"] * 2**20),
+}
+"""The settings of `predicted-8`, as the simulator calls them."""
+
+
+@pytest.mark.parametrize(("name", "settings"), [("lru-16", {}), ("predicted-8", PREDICTION)])
+def test_the_simulator_counts_what_the_engine_counted(
+    name: str, settings: dict[str, Any], cached: dict[str, Any]
+) -> None:
+    stats = stats_of(cached[name])
+    check_counters(stats, load_trace(cached[name]["trace"]), **settings)
+    assert bool(stats.total("prefetch_used")) == (name == "predicted-8")
     assert stats.total("bytes_copied") == stats.total("misses") * EXPERT_BYTES
     assert stats.total("bytes_prefetched") == stats.total("prefetched") * EXPERT_BYTES
 
 
-def test_prediction_changes_hits_and_no_token(
-    plain: tuple[Generation, Trace], predicted: tuple[Generation, Trace]
-) -> None:
-    assert predicted[0].token_ids == plain[0].token_ids
-    assert predicted[0].rpc["prefetch_audit"] == []
-    without, with_prediction = plain[0].stats, predicted[0].stats
-    assert without is not None
-    assert with_prediction is not None
-    assert with_prediction.hit_rate > without.hit_rate
+@pytest.mark.parametrize("name", ["lru-16", "predicted-8"])
+def test_a_trace_holds_every_token_and_who_asked_for_it(name: str, cached: dict[str, Any]) -> None:
+    trace = load_trace(cached[name]["trace"])
+    assert trace.num_layers == 8
+    assert trace.num_experts == 32
+    assert trace.next_gate is not None
+    requests = sum(len(batch["prompts"]) for batch in BATCHES)
+    assert set(trace.sequence.tolist()) == set(range(requests))
+    # The last token of each request is never fed back.
+    generated = sum(len(batch["prompts"]) * batch["max_tokens"] for batch in BATCHES)
+    assert trace.num_tokens > generated - requests
+
+
+def test_prediction_raises_the_hit_rate(cached: dict[str, Any]) -> None:
+    assert stats_of(cached["predicted-8"]).hit_rate > stats_of(cached["lfru-8"]).hit_rate
