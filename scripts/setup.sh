@@ -60,8 +60,7 @@ install() {
   local beat status=0
   beat &
   beat=$!
-  # Python compiles a module when it is first imported; all of them would take a minute.
-  pip install -qq --no-compile "$@" || status=$?
+  pip install -qq "$@" || status=$?
   kill "$beat" 2>/dev/null || true
   wait "$beat" 2>/dev/null || true
   return "$status"

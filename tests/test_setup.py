@@ -132,8 +132,6 @@ def test_a_gpu_decides_which_vllm_is_installed(
     assert run_setup(checkout, tools, str(python)).returncode == 0
     text = log.read_text()
     assert installed in text
-    for line in text.splitlines():  # a minute of compiling what nobody imports
-        assert " install " not in f" {line} " or "--no-compile" in line, line
     assert ("cpu.lock" in text) != ("[vllm,cuda]" in text)
 
 
