@@ -59,6 +59,16 @@ def hang_up_at_the_end() -> None:
     uvicorn.Config.__init__ = bounded  # type: ignore[method-assign]
 
 
+def end_with_the_terminal() -> None:
+    """Have a terminal that hangs up end the server as SIGTERM does.
+
+    By default SIGHUP ends the process that it reaches, and leaves what that would have tidied up:
+    its engine, if it was this process alone, and the metrics' folder.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not so under nohup
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+
 class _RenamedDistribution(metadata.Distribution):
     """A distribution with no files, a name and a version."""
 
@@ -116,6 +126,7 @@ def main(arguments: Sequence[str]) -> None:
     with metrics_folder() if with_metrics else nullcontext(), refusal_last():
         if WORKER_CLS in arguments:  # without the cache the server is vLLM's own
             hang_up_at_the_end()
+            end_with_the_terminal()
         # Not before the variable is set: prometheus_client looks at it when it is imported.
         from vllm.entrypoints.cli.main import main as vllm_main
 

@@ -48,7 +48,7 @@ T = TypeVar("T")
 Asked = Callable[Concatenate["PrefetchWorker", P], T]
 
 
-def _refused(what: str) -> Callable[[Asked[P, T]], Asked[P, T]]:
+def _refused(what: str, then: str = "") -> Callable[[Asked[P, T]], Asked[P, T]]:
     """Have a method of the worker raise UnsupportedError while the cache is on."""
 
     def refused(method: Asked[P, T]) -> Asked[P, T]:
@@ -58,7 +58,7 @@ def _refused(what: str) -> Callable[[Asked[P, T]], Asked[P, T]]:
                 return method(worker, *args, **kwargs)
             raise UnsupportedError(
                 f"{what} is not supported with the expert cache ({spelled('slots_per_layer')}); "
-                "restart without it"
+                f"restart without it{then}"
             )
 
         return asked
@@ -277,7 +277,11 @@ class PrefetchWorker(BaseWorker):
         """Raises UnsupportedError: experts are loaded once, at start."""
         super().update_weights(*args, **kwargs)
 
-    @_refused("sleep mode")
+    @_refused(
+        "sleep mode",
+        "; vLLM has paused the engine before it asked, and no request runs until wake_up (POST "
+        "/wake_up) is called",
+    )
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: the slots cannot be discarded yet."""
         super().sleep(*args, **kwargs)

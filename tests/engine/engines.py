@@ -97,7 +97,8 @@ def trouble(llm: Any) -> dict[str, Any]:
     )
     refuse("reload", lambda: llm.collective_rpc("reload_weights"))
     refuse("update", lambda: llm.collective_rpc("update_weights", args=({},)))
-    refuse("sleep", lambda: llm.collective_rpc("sleep"))
+    refuse("sleep", llm.sleep)
+    llm.wake_up()  # as the refusal says; without it no request would run
     refuse("reset", lambda: llm.collective_rpc("reset_weights"))
     refuse("checksums", lambda: llm.collective_rpc("compute_weight_checksums"))
     refuse("save", lambda: llm.collective_rpc("save_sharded_state", args=("/dev/null/no",)))

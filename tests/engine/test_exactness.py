@@ -148,6 +148,7 @@ def test_the_aborts_came_in_the_middle(cached: dict[str, Any]) -> None:
         ("reload", "UnsupportedError: reloading weights is not supported with the expert cache"),
         ("update", "UnsupportedError: updating weights is not supported with the expert cache"),
         ("sleep", "UnsupportedError: sleep mode is not supported with the expert cache"),
+        ("sleep", "no request runs until wake_up (POST /wake_up) is called"),
         ("reset", "UnsupportedError: resetting weights is not supported with the expert cache"),
         ("checksums", "UnsupportedError: computing checksums of weights is not supported"),
         ("save", "UnsupportedError: saving weights is not supported with the expert cache"),
