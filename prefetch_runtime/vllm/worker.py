@@ -234,15 +234,18 @@ class PrefetchWorker(BaseWorker):
         )
 
     def prefetch_trace_save(self, path: str) -> dict[str, int]:
-        """Write the trace to an .npz and stop recording. Returns what it holds."""
+        """Write the trace to an .npz and stop recording. Returns what it holds.
+
+        Where it cannot be written nothing is lost: call again with another path.
+        """
         engine = self.prefetch_engine
         recorder = None if engine is None else engine.scheduler.recorder
         if engine is None or recorder is None:
             raise RuntimeError("no trace is being recorded; call prefetch_trace_start first")
-        engine.scheduler.recorder = None
         recorder.stop()
         trace = recorder.trace()
         save_trace(path, trace)
+        engine.scheduler.recorder = None
         return {
             "tokens": trace.num_tokens,
             "layers": trace.num_layers,

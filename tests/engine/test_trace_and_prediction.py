@@ -1,9 +1,13 @@
 """A recorded run replayed by the simulator, and what prediction changes."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.simulate import SimulationSettings, simulate
 from prefetch_runtime.stats import RuntimeStats
 from prefetch_runtime.trace import Trace, load_trace
@@ -80,3 +84,19 @@ def test_a_trace_holds_every_token_and_who_asked_for_it(name: str, cached: dict[
 
 def test_prediction_raises_the_hit_rate(cached: dict[str, Any]) -> None:
     assert stats_of(cached["predicted-8"]).hit_rate > stats_of(cached["lfru-8"]).hit_rate
+
+
+def test_a_trace_that_cannot_be_written_is_not_lost(tmp_path: Path) -> None:
+    from prefetch_runtime.vllm import PrefetchWorker
+
+    recorder = TraceRecorder(num_layers=1, num_experts=4, max_tokens=8)
+    recorder.record(0, np.array([[0, 3]], dtype=np.int32), None)
+    scheduler = SimpleNamespace(recorder=recorder)
+    worker: Any = SimpleNamespace(prefetch_engine=SimpleNamespace(scheduler=scheduler))
+    with pytest.raises(FileNotFoundError):
+        PrefetchWorker.prefetch_trace_save(worker, str(tmp_path / "gone" / "t.npz"))
+    held = PrefetchWorker.prefetch_trace_save(worker, str(tmp_path / "t.npz"))
+    assert held["tokens"] == 1
+    assert load_trace(tmp_path / "t.npz").topk.tolist() == [[[0, 3]]]
+    with pytest.raises(RuntimeError, match="no trace is being recorded"):
+        PrefetchWorker.prefetch_trace_save(worker, str(tmp_path / "t.npz"))
