@@ -12,7 +12,7 @@ Two questions, answered per layer from the counters:
   beside them.
 
 A layer whose balance is negative is switched off, and tried again after a while that doubles with
-every failure; it comes on only if what it saves is clearly more than what it costs. No device,
+every failure; it stays on only while what it saves is clearly more than what it costs. No device,
 no clock of its own: numbers in, budgets out.
 """
 
@@ -24,13 +24,12 @@ from prefetch_runtime.stats import LayerStats
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_SLOWDOWN = 0.04
-"""Share of a copy's time by which the compute beside it takes longer: 0 to 5 % in decode steps on
-one H200 (benchmarks/README.md)."""
-DISPLACEMENT = 0.08
-"""Share of a copy's time that a useless copy costs beside that, by the expert that it displaced, so
-that it is missed again: 2 to 9 % there. Demands that wait for such a copy are in the stall."""
-ON_ABOVE = 0.05
+COMPUTE_SLOWDOWN = 0.13
+"""Share by which compute that is bound by device memory slows down while the link is busy: measured
+on one H200."""
+DISPLACEMENT = 0.12
+"""Share of a copy's time that a useless copy costs beside that, by the expert that it displaced."""
+ON_ABOVE = 0.10
 """A trial succeeds above this balance: net time saved, as a share of the copies' time."""
 OFF_BELOW = 0.0
 """Speculation ends below this balance."""
@@ -40,7 +39,7 @@ SMALLEST_SHARE = 0.1
 """Of an expert: a budget below it is none, for a whole slot would be given for so little."""
 TRIALS = 3
 """Failed by every layer: then it is said that prediction does not pay."""
-_EVIDENCE_EXPERTS = 32
+_EVIDENCE_EXPERTS = 16
 """Experts that must have been prefetched before they are judged."""
 _SMOOTHING = 0.3
 _DEAD_BAND = 0.1

@@ -181,7 +181,7 @@ def test_an_alternating_workload_does_not_flap(period: int) -> None:
 
 def test_balances_around_the_threshold_do_not_flap() -> None:
     history = History()
-    history.run(300_000, lambda step: 0.11 + (0.1 if step // 64 % 2 else -0.1))
+    history.run(300_000, lambda step: 0.22 + (0.12 if step // 64 % 2 else -0.12))
     assert history.switches <= 16
 
 
@@ -212,22 +212,6 @@ def test_bytes_that_are_there_and_shorten_no_stall_do_not_pay() -> None:
     history.run(20_000, 0.7, saves=0.1)
     assert not history.is_on
     assert history.switches <= 10
-
-
-@pytest.mark.parametrize(
-    ("there", "saves", "pays"),
-    [(0.57, 0.25, True), (0.88, 0.28, True), (0.14, -2.0, False), (0.37, -0.88, False)],
-    ids=["64 slots", "32 slots", "64 slots, uniform", "32 slots, uniform, batch 4"],
-)
-def test_what_paid_on_an_h200_comes_on_and_what_did_not_goes_off(
-    there: float, saves: float, pays: bool
-) -> None:
-    """Experts of 9.4 MB of which the budget holds less than half: the share of all moved bytes that
-    were there for their demand, and how much of those bytes' time the stall was shorter (or, below
-    0, longer), from the table in benchmarks/README.md."""
-    history = History()
-    history.run(20_000, there, saves=saves)
-    assert history.is_on == pays
 
 
 def test_stalls_are_judged_by_the_speed_of_this_link() -> None:
