@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from prefetch_runtime import cli, cli_plan, doctor, early_refusals, model_shape, plan_report
@@ -137,6 +138,7 @@ class TestPlan:
         monkeypatch.setattr("os.execv", lambda _, arguments: executed.extend(arguments))
         monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
         assert command[0] == "prefetch-runtime"
+        save_file({"model.norm.weight": torch.zeros(1)}, Path(qwen) / "model.safetensors")
         assert run(*command[1:]).status == 0
         assert executed[-1] == '{"prefetch_runtime": {"slots_per_layer": 37}}'
 
