@@ -202,7 +202,6 @@ class _Layer:
         self._saved = 0.0
         self._moved = 0.0
         self._steps_so = 0  # steps in the present state
-        self._retry_steps = FIRST_RETRY_STEPS
         self.num_failed = 0
         """Trials, and times on, that did not pay, since it last paid for long."""
 
@@ -246,21 +245,20 @@ class _Layer:
         self._balance += 0.5 * (balance - self._balance)
         if self._balance < OFF_BELOW:
             if self._steps_so > 8 * self._retry_steps:
-                self._start_over()  # it has paid for long: the load has changed
+                self.num_failed = 0  # it has paid for long: the load has changed
                 self._switch(on=False)
             else:
                 self._fail()
         elif self._steps_so > 8 * self._retry_steps:
-            self._start_over()
+            self.num_failed = 0
 
-    def _start_over(self) -> None:
-        self._retry_steps = FIRST_RETRY_STEPS
-        self.num_failed = 0
+    @property
+    def _retry_steps(self) -> int:
+        return min(FIRST_RETRY_STEPS << self.num_failed, LAST_RETRY_STEPS)
 
     def _fail(self) -> None:
         self.num_failed += 1
         self._switch(on=False)
-        self._retry_steps = min(2 * self._retry_steps, LAST_RETRY_STEPS)
 
     def _switch(self, *, on: bool) -> None:
         self.is_on = self._on_trial = on
