@@ -223,13 +223,7 @@ def serve(
         additional = {**file.additional_config, **additional}
     config = PrefetchConfig.from_mapping(settings)
     of_file = [] if file is None else [f"--{option}" for option in file.options]
-    for_vllm = [*passed_on, *of_file]
-    num_experts = check_model(
-        model,
-        config,
-        as_declared=not overrides_model(for_vllm),
-        as_stored=not quantises(for_vllm),
-    )
+    num_experts = _check_model(model, config, [*passed_on, *of_file])
     _refuse_idle(given, settings, config)
     refuse_tables(config, num_experts)
     _say_if_off(config, slots)
@@ -261,6 +255,16 @@ def serve(
     # vLLM takes this process over, so that signals and the exit status are its own.
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+def _check_model(model: str, config: PrefetchConfig, for_vllm: Sequence[str]) -> int | None:
+    """`check_model`, as far as the options for vLLM leave the model what its folder says."""
+    return check_model(
+        model,
+        config,
+        as_declared=not overrides_model(for_vllm),
+        as_stored=not quantises(for_vllm),
+    )
 
 
 _OF_A_PREDICTOR = (
@@ -400,10 +404,7 @@ def generate_command(
         instead_of_eager="it is the default; --compile undoes it",
         is_cached=config.enabled,
     )
-    num_experts = check_model(
-        model, config, as_declared=not overrides_model(more), as_stored=not quantises(more)
-    )
-    refuse_tables(config, num_experts)
+    refuse_tables(config, _check_model(model, config, more))
     options: dict[str, Any] = {"enforce_eager": not compiled}
     if max_model_len is not None:
         options["max_model_len"] = max_model_len
