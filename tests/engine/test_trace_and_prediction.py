@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -33,7 +33,12 @@ def stats_of(record: dict[str, Any]) -> RuntimeStats:
     return RuntimeStats.from_dict(last["rpc"]["prefetch_stats"])
 
 
-def check_counters(stats: RuntimeStats, trace: Trace, **settings: Any) -> None:
+def check_counters(
+    stats: RuntimeStats,
+    trace: Trace,
+    wide_steps: Literal["token", "expert"] = "token",
+    **settings: Any,
+) -> None:
     """Replay the trace, and compare every layer's counters with the engine's."""
     simulated = simulate(
         trace,
@@ -42,7 +47,7 @@ def check_counters(stats: RuntimeStats, trace: Trace, **settings: Any) -> None:
             policy=stats.policy,
             link_gbs=float("inf"),  # host copies are there at once
             expert_bytes=EXPERT_BYTES,
-            wide_steps="token",
+            wide_steps=wide_steps,
             **settings,
         ),
     )
