@@ -214,17 +214,19 @@ class PrefetchEngine:
         )
 
     def check_gates(self, who: str, remedy: str) -> None:
-        """Raise ConfigError, with who needs them, unless every MoE layer's router was found."""
+        """Raise ConfigError, with who needs them, unless every MoE layer has one in `gates_of`."""
         if None in self._gates or not self._gates:
             missing = self._gates.index(None) if self._gates else 0
             raise ConfigError(
-                f"{who} needs each MoE layer's router, but that of layer {missing} was not found; "
+                f"{who} needs each MoE layer's router, but one that reads what the experts read "
+                f"was not found in layer {missing}; "
                 f"{remedy}"
             )
 
     def guesses(self, layer_idx: int, x: torch.Tensor) -> Guesses | None:
-        """What makes [T, widen * top_k] ids, best first, out of this layer's input [T, H] and the
-        next MoE layer's router; None past the last layer or when nobody wants to know."""
+        """What makes [T, widen * top_k] ids, best first, out of this layer's input [T, H], without
+        padding of H, and the next MoE layer's router; None past the last layer or when nobody wants
+        to know."""
         recorder = self.scheduler.recorder
         wanted = self.graphs_guess or (recorder is not None and self.record_guesses)
         if not wanted or layer_idx + 1 >= self._num_layers:
@@ -246,7 +248,7 @@ class PrefetchEngine:
                 # On a forked stream: the memory must not be given to the compute stream's next
                 # tensor while the router reads it here.
                 x.record_stream(torch.cuda.current_stream(x.device))
-            logits = gate(x)
+            logits = gate(x.contiguous())
             if isinstance(logits, tuple):  # vLLM's linear layers return (output, bias)
                 logits = logits[0]
             best: torch.Tensor = logits.topk(min(widest, logits.shape[-1]), dim=-1).indices
@@ -430,7 +432,10 @@ class PrefetchEngine:
 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module | None]:
-    """The router of each MoE layer, in order: held by vLLM's runner, or beside it in the block."""
+    """The router of each MoE layer, in order: held by vLLM's runner, or beside it in the block.
+
+    None where it is not found, or cannot read what the layer's experts read.
+    """
     gates: list[torch.nn.Module | None] = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -441,8 +446,16 @@ def gates_of(model: torch.nn.Module) -> list[torch.nn.Module | None]:
         for attribute in ("gate", "router"):
             if gate is None and block is not None:
                 gate = getattr(block, attribute, None)
-        gates.append(gate if isinstance(gate, torch.nn.Module) else None)
+        is_one = isinstance(gate, torch.nn.Module) and _reads(gate, module.routed_experts)
+        gates.append(gate if is_one else None)
     return gates
+
+
+def _reads(gate: Any, experts: Any) -> bool:
+    """Whether a router can be shown what the experts are given, as far as it says its width: where
+    experts work in a smaller space, they are given what a projection has made of the router's."""
+    width = getattr(gate, "input_size", None)  # of vLLM's linear layers
+    return width is None or width == experts.hidden_size_asked
 
 
 def keep_on_one_stream(model: torch.nn.Module) -> None:

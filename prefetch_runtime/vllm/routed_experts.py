@@ -131,6 +131,11 @@ class PrefetchRoutedExperts(RoutedExperts):
             vars(parameter)["copy_"] = counted
 
     @property
+    def hidden_size_asked(self) -> int:
+        """Columns of a token that mean something; vLLM may have padded the rest with zeros."""
+        return self._sizes_asked[0]
+
+    @property
     def _sizes(self) -> tuple[int, int]:
         return self.hidden_size, self.moe_config.intermediate_size_per_partition
 
@@ -268,7 +273,7 @@ class PrefetchRoutedExperts(RoutedExperts):
             if self._blocks is not None:
                 # Rows of padding are in the blocks, and weigh on the others' bits.
                 scheduler.padding_rows, padding = padding, None
-            guesses = engine.guesses(self._cache_layer_idx, x)
+            guesses = engine.guesses(self._cache_layer_idx, x[:, : self.hidden_size_asked])
             if scheduler.fits(self._cache_layer_idx, topk_ids):
                 result = provider.prepare(topk_ids, padding=padding, guesses=guesses)
                 if self._blocks is None:

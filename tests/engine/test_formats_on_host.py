@@ -30,6 +30,7 @@ from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.provider import CachedWeightProvider
 from prefetch_runtime.scheduler import Scheduler
 from prefetch_runtime.slot_buffers import SlotBuffers
+from prefetch_runtime.vllm.engine import PrefetchEngine
 from prefetch_runtime.vllm.kernels import FORMATS, RowKeeper, check_kernel
 from prefetch_runtime.vllm.loading import create_on_host, process_in_chunks
 from prefetch_runtime.vllm.marlin import MarlinBlocks
@@ -405,6 +406,7 @@ def served(name: str, num_slots: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     scheduler.add_layer(0, "l", store, buffers)
     layer.top_k = TOP_K
     layer._cache_layer_idx = 0
+    layer._sizes_asked = layer._sizes
     layer._cache_engine = SimpleNamespace(
         scheduler=scheduler, routed=lambda _, ids: ids, padding=lambda _: None,
         guesses=lambda *_: None,
@@ -460,6 +462,36 @@ def test_marlin_on_slots_gives_the_rows_of_the_resident_layer(
     if num_slots < E:
         assert scheduler.stats().layers[0].misses > num_slots
         assert scheduler.stats().layers[0].waves > seen, "wide steps ran in waves"
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_next_router_is_shown_no_padding_of_the_hidden_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # gpt-oss-20b has 2880 columns, which vLLM pads to 3072 for MXFP4 in Marlin.
+    layer = served("mxfp4", 5, monkeypatch)
+    layer._sizes_asked = (HIDDEN - 56, INTERMEDIATE)
+    engine: Any = PrefetchEngine.__new__(PrefetchEngine)
+    engine._gates = [torch.nn.Linear(HIDDEN - 56, E, dtype=torch.bfloat16)] * 2
+    engine._num_layers, engine._top_k, engine.injection = 2, TOP_K, None
+    engine.config = SimpleNamespace(predictor_widen=2)
+    engine.scheduler = SimpleNamespace(needs_guesses=True, recorder=None)
+    made: list[torch.Tensor] = []
+
+    def guesses(layer_idx: int, x: torch.Tensor) -> None:
+        guess = engine.guesses(layer_idx, x)
+        made.append(guess())
+
+    layer._cache_engine.guesses = guesses
+    x = torch.nn.functional.pad(torch.ones(3, HIDDEN - 56, dtype=torch.bfloat16), (0, 56))
+    ids = torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+    with torch.inference_mode():
+        layer.forward_modular(
+            x=x, topk_weights=torch.ones(3, TOP_K), topk_ids=ids,
+            shared_experts=None, shared_experts_input=None,
+        )  # fmt: skip
+        expected = engine._gates[1](x[:, :-56]).topk(2 * TOP_K).indices
+    assert torch.equal(made[0], expected)
 
 
 @pytest.mark.usefixtures("emulated")

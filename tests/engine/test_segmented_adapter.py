@@ -85,6 +85,28 @@ def test_shared_experts_get_no_stream_of_their_own() -> None:
     assert other._stream == "aux"
 
 
+def test_a_router_that_reads_more_than_the_experts_is_none_that_guesses() -> None:
+    """As in models whose experts work on a projection of the hidden states."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from prefetch_runtime.vllm.engine import gates_of
+
+    def block(width: int, experts_width: int) -> torch.nn.Module:
+        runner: Any = MoERunner.__new__(MoERunner)
+        torch.nn.Module.__init__(runner)
+        runner.gate = None
+        experts: Any = torch.nn.Module()
+        experts.hidden_size_asked = experts_width
+        runner.routed_experts = experts
+        gate: Any = torch.nn.Linear(width, 4)
+        gate.input_size = width  # as vLLM's linear layers say it
+        return torch.nn.ModuleDict({"gate": gate, "experts": runner})
+
+    same, latent = block(8, 8), block(8, 2)
+    gates = gates_of(torch.nn.ModuleList([same, latent]))
+    assert [gate is not None for gate in gates] == [True, False]
+
+
 class TestTrace:
     def start(self, mode: str, *, next_gate: bool, graphs_guess: bool = False) -> Any:
         from prefetch_runtime.vllm.worker import PrefetchWorker
@@ -128,7 +150,7 @@ class TestTrace:
         engine: Any = PrefetchEngine.__new__(PrefetchEngine)
         engine._gates = [torch.nn.Linear(1, 1), None]
         worker: Any = SimpleNamespace(prefetch_engine=engine)
-        with pytest.raises(ConfigError, match=r"that of layer 1 was not found; .*--no-next-gate"):
+        with pytest.raises(ConfigError, match=r"was not found in layer 1; .*--no-next-gate"):
             PrefetchWorker.prefetch_trace_start(worker, 10, True)
 
     def test_guesses_that_no_graph_computes_are_refused(self) -> None:
