@@ -21,7 +21,7 @@ class Clock(IntEnum):
     NOW = 0
     """What scores are made of, from 1; moved back in good time."""
     STEP = 1
-    """Steps, from 1; never moved back."""
+    """Steps, from 1; never moved back. Kernels compare it for equality alone, so it may wrap."""
     MISSED_IN = 2
     """The last step in which a demanded expert was absent; 0 before any."""
     MISSED_STEPS = 3

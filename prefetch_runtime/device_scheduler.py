@@ -459,11 +459,12 @@ class DeviceScheduler(Scheduler):
     def stats_from(self, copies: Sequence[torch.Tensor]) -> RuntimeStats:
         """As in `Scheduler`."""
         rows, clocks = (copy.tolist() for copy in copies)
-        steps, counted = clocks[Clock.STEP] - 1, [DeviceCounters.of_row(row) for row in rows]
+        steps = (clocks[Clock.STEP] - 1) % (1 << 32)
+        counted = [DeviceCounters.of_row(row) for row in rows]
         stats = self._stats_with(
             [self._counted(layer, counted[layer.layer_idx], steps) for layer in self.layers]
         )
-        return replace(stats, steps_with_misses=clocks[Clock.MISSED_STEPS])
+        return replace(stats, steps_with_misses=clocks[Clock.MISSED_STEPS] % (1 << 32))
 
     def _counted(self, layer: LayerCache, counters: DeviceCounters, steps: int) -> LayerStats:
         return LayerStats(

@@ -226,8 +226,7 @@ class SlotTable:
                 dropped = evicted[stolen]
                 self._end_flight(dropped, load_slots[stolen])
                 self.counters.prefetch_dropped += dropped.size
-                self.counters.evictions -= dropped.size  # they were never resident
-        self._evict(load_slots, evicted)
+        self._evict(load_slots, evicted, num_in_flight=dropped.size)
         self._place(loads, load_slots, clock)
         self._mark_demanded(load_slots, now)
         self.counters.misses += loads.size
@@ -477,10 +476,12 @@ class SlotTable:
         self._reserved[expert_ids] = -1
         self._num_in_flight -= expert_ids.size
 
-    def _evict(self, slots: IdArray, owners: IdArray) -> None:
-        """Unmap the owners of the slots, -1 for an empty one; the rest is the caller's to set."""
+    def _evict(self, slots: IdArray, owners: IdArray, *, num_in_flight: int = 0) -> None:
+        """Unmap the owners of the slots, -1 for an empty one; the rest is the caller's to set.
+        Those that were in flight were never resident. Metrics read the counters meanwhile, and take
+        one that has gone down for one that started again."""
         self._row[owners] = -1
-        self.counters.evictions += owners.size - owners.tolist().count(-1)
+        self.counters.evictions += owners.size - owners.tolist().count(-1) - num_in_flight
         self.counters.prefetch_dropped += self._clear_unused(slots)
 
     def _place(self, expert_ids: IdArray, slots: IdArray, clock: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from graphs.layout import Clock
 from predictors import MAX_FORECAST, PredictorShape, create_predictor
 from predictors.base import by_rank
 from prefetch_runtime.audit import audit
@@ -254,6 +255,23 @@ def test_what_a_failed_step_has_sent_ahead_is_forgotten() -> None:
     assert ring.ahead_of(1).size, "all experts: the next layer's are on their way"
     device.begin_step()  # the next layer never ran
     assert not ring.ahead_of(1).size
+
+
+def test_steps_are_counted_on_when_their_number_leaves_int32() -> None:
+    # After 100 days at 250 steps a second. The clock of the policy moves back; this one does not.
+    scheduler = _device()
+    clocks = scheduler.table.clocks
+    clocks[[Clock.STEP, Clock.MISSED_STEPS]] = 2**31 - 1
+    seen = []
+    for expert in range(3):
+        scheduler.begin_step()
+        for layer_idx in range(NUM_LAYERS):
+            scheduler.fetch(layer_idx, _ids([expert, 7]))
+        stats = scheduler.stats()
+        seen.append((stats.layers[0].steps, stats.steps_with_misses))
+    assert seen == [(2**31 - 1 + i, 2**31 + i) for i in range(3)]
+    assert (scheduler.stats().layers[0].hits, scheduler.stats().layers[0].misses) == (2, 4)
+    assert audit(scheduler) == []
 
 
 def test_padding_costs_nothing() -> None:

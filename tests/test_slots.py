@@ -436,6 +436,24 @@ def test_demand_takes_an_in_flight_slot_only_when_no_other_is_left() -> None:
     table.commit([7], 4)
 
 
+class _OnlyUp(SlotCounters):
+    """As another thread sees them, which may look between any two lines."""
+
+    def __setattr__(self, name: str, value: int) -> None:
+        assert value >= getattr(self, name, 0), f"{name} went down to {value}"
+        super().__setattr__(name, value)
+
+
+def test_no_counter_ever_goes_down_not_even_while_a_plan_is_made() -> None:
+    table = _table()
+    table.counters = _OnlyUp()
+    table.plan([0, 1], 1)
+    table.reserve([6, 7], 2, 2)
+    table.plan([3, 4], 3)
+    assert table.plan([0, 3, 4], 4).dropped.tolist() == [6]
+    assert table.counters.evictions == 2  # what was in flight was never resident
+
+
 def test_late_expert_keeps_its_slot_when_another_in_flight_must_give_way() -> None:
     table = _table(num_slots=2)
     table.reserve([6, 7], 1, 2)
