@@ -1,9 +1,10 @@
 """Measures the kernels of `graphs` inside captured graphs: resolve and fill when all hit, the fill
 of absent experts over the link, and a prefetch on a forked branch beside compute.
 
-Shape: Qwen3-30B-A3B's experts (128 of 9.4 MB, top 8, bf16). 48 layers when all hit, 8 when
-something is copied, with one pinned copy of the records. Times of a layer include the gaps
-between kernels of one graph. Not measured: the expert kernels, anything of vLLM.
+Shape: Qwen3-30B-A3B's experts (128, top 8), in bf16 9.4 MB each; the fill also in fp8 and int4. 48
+layers when all hit, 8 when something is copied, with one pinned copy of the records. Times of a
+layer include the gaps between kernels of one graph. Not measured: the expert kernels, anything of
+vLLM.
 `python -m benchmarks.bench_graph_kernels` prints one short table.
 """
 
@@ -11,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -35,8 +37,13 @@ from prefetch_runtime.policies import create_device_form, create_policy
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 128, 8, 2048, 768
 ALL_HIT_LAYERS = 48  # they share the slots of NUM_LAYERS layers
-W13_BYTES, W2_BYTES = 2 * (2 * WIDTH) * HIDDEN, 2 * HIDDEN * WIDTH
-RECORD_BYTES = W13_BYTES + W2_BYTES
+W13, W2 = 2 * WIDTH * HIDDEN, HIDDEN * WIDTH  # weights of an expert
+FORMATS = {
+    "bf16": (2 * W13, 2 * W2),
+    "fp8": (W13, W2, W13 // 128**2 * 4, W2 // 128**2 * 4),  # a float32 scale for 128 x 128
+    "int4": (W13 // 2, W2 // 2, W13 // 128 * 2, W2 // 128 * 2),  # a bfloat16 scale for 128
+}
+"""Bytes of an expert's tensors, as vLLM's kernels read them: 9.4, 4.7 and 2.4 MB together."""
 COMPUTE_BYTES = 96 << 20  # read and written once: about the time of a decode layer
 
 Inputs = dict[str, torch.Tensor]
@@ -45,17 +52,22 @@ Inputs = dict[str, torch.Tensor]
 class Memory:
     """The records in pinned host memory, and slot buffers enough for every expert resident."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert_format: str = "bf16") -> None:
         self.device = torch.device("cuda", 0)
+        fields = FORMATS[expert_format]
+        self.offsets = list(accumulate(fields, initial=0))
+        self.record_bytes = self.offsets.pop()
         made = torch.randint(
-            0, 256, (NUM_EXPERTS, RECORD_BYTES), dtype=torch.uint8, device=self.device
+            0, 256, (NUM_EXPERTS, self.record_bytes), dtype=torch.uint8, device=self.device
         )
         self.host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=True)
         self.host.copy_(made)
         self.records = made
         shape = (NUM_LAYERS, NUM_EXPERTS)
-        self.w13 = torch.zeros((*shape, W13_BYTES), dtype=torch.uint8, device=self.device)
-        self.w2 = torch.zeros((*shape, W2_BYTES), dtype=torch.uint8, device=self.device)
+        self.slots = [
+            torch.zeros((*shape, nbytes), dtype=torch.uint8, device=self.device)
+            for nbytes in fields
+        ]
         self.work = torch.zeros(COMPUTE_BYTES, dtype=torch.uint8, device=self.device)
 
 
@@ -88,10 +100,10 @@ class Model:
         layers = [
             LayerRecords(
                 memory.host.data_ptr(),
-                RECORD_BYTES,
-                (
-                    field_of(memory.w13[layer_idx % NUM_LAYERS, :num_slots], 0),
-                    field_of(memory.w2[layer_idx % NUM_LAYERS, :num_slots], W13_BYTES),
+                memory.record_bytes,
+                tuple(
+                    field_of(field[layer_idx % NUM_LAYERS, :num_slots], offset)
+                    for field, offset in zip(memory.slots, memory.offsets, strict=True)
                 ),
             )
             for layer_idx in range(num_layers)
@@ -132,9 +144,8 @@ class Model:
         for layer_idx in (0, NUM_LAYERS - 1):
             for expert_id, slot_id in enumerate(self.table.mapping[layer_idx].tolist()):
                 if slot_id >= 0:
-                    record = self.memory.records[expert_id]
-                    assert torch.equal(self.memory.w13[layer_idx, slot_id], record[:W13_BYTES])
-                    assert torch.equal(self.memory.w2[layer_idx, slot_id], record[W13_BYTES:])
+                    held = [field[layer_idx, slot_id] for field in self.memory.slots]
+                    assert torch.equal(torch.cat(held), self.memory.records[expert_id])
 
     def compute(self) -> None:
         self.memory.work.add_(1)
@@ -228,8 +239,8 @@ def _missing(model: Model, num_misses: int, forecast: str | None = None) -> Call
 
 
 @pytest.fixture(scope="module")
-def memory() -> Iterator[Memory]:
-    yield Memory()
+def memory(request: pytest.FixtureRequest) -> Iterator[Memory]:
+    yield Memory(getattr(request, "param", "bf16"))
     torch.cuda.empty_cache()
 
 
@@ -258,8 +269,9 @@ def bench_all_hit(
 @pytest.mark.benchmark(group=f"fill x {NUM_LAYERS} layers", timer=synced_clock)
 @pytest.mark.parametrize("num_misses", [1, 2, 4, 8], ids=lambda n: f"misses={n}")
 @pytest.mark.parametrize("programs", [4, 8, 16], ids=lambda n: f"programs={n}")
+@pytest.mark.parametrize("memory", FORMATS, indirect=True)
 def bench_fill(benchmark: BenchmarkFixture, memory: Memory, programs: int, num_misses: int) -> None:
-    """Absent experts of 9.4 MB, one demand after the other; GB/s in extra_info."""
+    """Absent experts, one demand after the other; GB/s in extra_info."""
     model = Model(memory, num_slots=64, programs=programs)
     model.warm()
     make = _missing(model, num_misses)
@@ -268,7 +280,7 @@ def bench_fill(benchmark: BenchmarkFixture, memory: Memory, programs: int, num_m
     timed: Any = benchmark.pedantic  # untyped
     timed(graph.replay, setup=lambda: graph.load(make()), rounds=10)
     miss_us = event_us(graph, make, rounds=8)
-    moved = num_misses * RECORD_BYTES
+    moved = num_misses * memory.record_bytes
     benchmark.extra_info["gbps"] = round(moved / (miss_us - hit_us) / 1e3, 1)
     benchmark.extra_info["us_per_layer"] = round(miss_us, 1)
     model.check()
@@ -362,7 +374,7 @@ def main() -> None:
         report(f"resolve by warps, {num_tokens:2} tokens: {', '.join(times)}")
     graphs.slot_table.warps_for = chosen
 
-    for programs in (4, 8, 16):
+    def fill(memory: Memory, programs: int) -> str:
         model = Model(memory, num_slots=64, programs=programs)
         model.warm()
         graph = model.capture(model.split, _missing(model, 0)())
@@ -370,11 +382,16 @@ def main() -> None:
         figures = []
         for num_misses in (1, 2, 4, 8):
             us = event_us(graph, _missing(model, num_misses), rounds=8)
-            gbps = num_misses * RECORD_BYTES / (us - hit_us) / 1e3
+            gbps = num_misses * memory.record_bytes / (us - hit_us) / 1e3
             figures.append(f"{num_misses}: {us:.0f} us {gbps:.1f} GB/s")
         model.check()
         graph.close()
-        report(f"fill, {programs:2} programs: hit {hit_us:.2f}; {'; '.join(figures)}")
+        return f"{programs:2} programs: hit {hit_us:.2f}; {'; '.join(figures)}"
+
+    for programs in (4, 8, 16):
+        report(f"fill, {fill(memory, programs)}")
+    for expert_format in ("fp8", "int4"):
+        report(f"fill, {expert_format}, {fill(Memory(expert_format), 8)}")
 
     model = Model(memory, num_slots=64)
     model.warm()

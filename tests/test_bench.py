@@ -383,11 +383,34 @@ class TestChild:
             "open(sys.argv[2], 'a').write('{\"event\": \"end\"}\\n')\n"
         )
         monkeypatch.setattr(child, "SCRIPT", path)
-        timer = threading.Timer(4, turn.go)
+        timer = threading.Timer(7, turn.go)
         timer.start()
-        outcome = child.run_case({"metrics": False}, limit_s=3, log=tmp_path / "log", turn=turn)
+        outcome = child.run_case({"metrics": False}, limit_s=6, log=tmp_path / "log", turn=turn)
         assert outcome.status == "ok"
-        assert outcome.seconds > 3
+        assert outcome.seconds > 6
+
+    def test_one_that_has_been_timed_waits_until_all_have_been(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        turns = [child.Turn(tmp_path / name) for name in ("one", "other")]
+        path = tmp_path / "engine.py"
+        path.write_text(
+            "import json, signal, sys\nfrom pathlib import Path\n"
+            "open(sys.argv[2], 'a').write('{\"event\": \"end\"}\\n')\n"
+            "Path(json.loads(Path(sys.argv[1]).read_text())['turn'], 'timed').touch()\n"
+            "signal.pause()\n"
+        )
+        monkeypatch.setattr(child, "SCRIPT", path)
+        for turn in turns:
+            turn.folder.mkdir()
+            turn.go()
+            outcome = child.run_case({"metrics": False}, limit_s=9, log=tmp_path / "log", turn=turn)
+            assert outcome.status == "ok"
+        kept = [turn.kept for turn in turns]
+        assert [process.poll() for process in kept if process is not None] == [None, None]
+        child.end_kept(turns)
+        assert all(process.poll() == -signal.SIGTERM for process in kept if process is not None)
+        assert not child._running
 
     def outcome(self, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
         path = tmp_path / "engine.py"

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,11 @@ _running: set[int] = set()
 
 
 class Turn:
-    """Has a case that has loaded wait while others load or are timed; its time limit waits, too."""
+    """Has a case that has loaded wait while others load or are timed; its time limit waits, too.
+
+    Once timed it waits again, until all have been: what a process of many pinned GiB needs to end
+    is added to no other's time, and they end together (`end_kept`).
+    """
 
     def __init__(self, folder: Path, deadline: float | None = None) -> None:
         """`folder`: an empty one of this case's own; `deadline`, by the monotonic clock, ends the
@@ -36,6 +40,8 @@ class Turn:
         self.deadline = math.inf if deadline is None else deadline
         self.ended = threading.Event()
         """Set by who runs the case when it is over; or before, to end it."""
+        self.kept: subprocess.Popen[bytes] | None = None
+        """The process, once it has been timed and waits for the others."""
 
     @property
     def has_loaded(self) -> bool:
@@ -45,6 +51,11 @@ class Turn:
     def go(self) -> None:
         """Let it be timed."""
         Path(self.folder, "go").touch()
+
+    @property
+    def is_timed(self) -> bool:
+        """All that was to be measured has been."""
+        return Path(self.folder, "timed").exists()
 
     @property
     def waits(self) -> bool:
@@ -151,8 +162,10 @@ def run_process(
 ) -> int | None:
     """Run a command and end it, with all it started, when the time is up or we are interrupted.
 
+    With a turn, a process that has been timed is kept there, for `end_kept` to end.
+
     Returns:
-        The exit status, or None when the time was up.
+        The exit status, 0 for one that is kept, or None when the time was up.
     """
     process = None
     try:
@@ -172,8 +185,19 @@ def run_process(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process is not None:
+        if process is not None and (turn is None or turn.kept is not process):
             _end(process)
+
+
+def end_kept(turns: Iterable[Turn]) -> None:
+    """End the processes that wait although they have been timed, all at once."""
+    kept = [(turn, turn.kept) for turn in turns if turn.kept is not None]
+    for _, process in kept:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    for turn, process in kept:
+        _end(process)
+        turn.kept = None
 
 
 def end_all() -> None:
@@ -189,6 +213,9 @@ def _wait(process: "subprocess.Popen[bytes]", turn: Turn, limit_s: float) -> int
     while left > 0 and before < turn.deadline and not turn.ended.is_set():
         with suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=0.1)
+        if turn.is_timed:
+            turn.kept = process
+            return 0
         now = time.monotonic()
         left -= 0.0 if turn.waits else now - before
         before = now

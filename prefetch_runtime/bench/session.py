@@ -14,7 +14,7 @@ from typing import Any
 
 from prefetch_runtime.bench import servers
 from prefetch_runtime.bench.cases import Case, cases_of, check_lengths, engine_spec, refusal
-from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, end_all, run_case
+from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, end_all, end_kept, run_case
 from prefetch_runtime.bench.config import BenchConfig
 from prefetch_runtime.bench.environment import has_gpu, identity
 from prefetch_runtime.bench.interrupts import interrupts
@@ -449,10 +449,11 @@ class Session:
 
 
 def _end_turns(turns: Sequence[Turn], pool: ThreadPoolExecutor) -> None:
-    """End the cases that still run, and wait for them."""
+    """End the cases that still run and those that have been timed, and wait for them."""
     for turn in turns:
         turn.ended.set()
     pool.shutdown()
+    end_kept(turns)
 
 
 def _model_config(config: BenchConfig) -> dict[str, Any]:

@@ -194,6 +194,14 @@ class Bench:
             self.events.enter(f"timing batch {size}")
             self.events.emit("batch", **self._batch(size))
 
+    def wait_for_the_others(self) -> None:
+        """Where other engines are timed after this one: wait until this process is ended."""
+        turn = self.spec.get("turn")
+        if turn is not None:
+            Path(turn, "timed").touch()
+            while True:
+                signal.pause()
+
     def close(self) -> None:
         """Free the engine."""
         self.engine.engine_core.shutdown()
@@ -401,6 +409,7 @@ def main() -> int:
         raise
     # A measured engine has said all it had to say, even if it does not shut down well.
     events.emit("end")
+    bench.wait_for_the_others()
     bench.close()
     return 0
 

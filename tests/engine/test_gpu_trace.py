@@ -11,17 +11,22 @@ import pytest
 import torch
 
 from prefetch_runtime.trace import load_trace
-from tests.engine.gpu_runs import ENGINE, ROOT, WORKER
+from tests.engine.gpu_runs import ENGINE, EXPERT_BYTES, ROOT, WORKER
 from tests.engine.test_trace_and_prediction import check_counters, stats_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(300)]
 
-SETTINGS = {
+SLOW = "tests.engine.slow_worker.SlowWorker"
+SETTINGS: dict[str, dict[str, Any]] = {
     "lru-16": {"slots_per_layer": 16},
     # Three requests might ask for 12: waves inside the graph.
     "lfru-8": {"slots_per_layer": 8, "policy": "lfru"},
-    # 5 experts of 48 KiB: whole long before the next layer asks.
-    "predicted-16": {"slots_per_layer": 16, "predictor": "next_gate", "prefetch_budget_mib": 0.25},
+    # Each is there when the next layer asks: what came too late is time, and differs between runs.
+    "predicted-16": {
+        "slots_per_layer": 16,
+        "predictor": "next_gate",
+        "prefetch_budget_mib": 5 * EXPERT_BYTES / 2**20,
+    },
 }
 
 
@@ -33,7 +38,7 @@ def test_the_simulator_counts_what_a_gpu_counted(tmp_path: Path) -> None:
             "llm": {
                 **ENGINE,
                 "compilation_config": graphs,
-                "worker_cls": WORKER,
+                "worker_cls": SLOW if "predictor" in settings else WORKER,
                 "additional_config": {
                     "prefetch_runtime": {"mode": "full", "trace_tokens": 4096, **settings}
                 },
@@ -67,8 +72,9 @@ def test_the_simulator_counts_what_a_gpu_counted(tmp_path: Path) -> None:
         )
         about: dict[str, Any] = {}
         if "predictor" in settings:
-            about = {"predictor": "next_gate", "budget_bytes": int(0.25 * 2**20)}
+            about = {"predictor": "next_gate", "budget_bytes": 5 * EXPERT_BYTES}
             assert stats.total("prefetch_used") > 0
+            assert stats.total("late") == 0
         check_counters(
             stats,
             load_trace(records[name]["trace"]),
