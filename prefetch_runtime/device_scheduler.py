@@ -32,6 +32,7 @@ from prefetch_runtime.device_recorder import DeviceRecorder
 from prefetch_runtime.policies import create_device_form, create_policy
 from prefetch_runtime.scheduler import (
     CONTROL_STEPS,
+    TORN,
     ExpertWave,
     Guesses,
     IntArray,
@@ -222,7 +223,13 @@ class DeviceScheduler(Scheduler):
 
     def begin_step(self, *, decodes: bool = False) -> None:
         """As in `Scheduler`, but the clock moves with the first layer, inside the graph, once per
-        replay; between replays the budgets may."""
+        replay; between replays the budgets may.
+
+        Raises:
+            RuntimeError: a step before was cut short while it brought experts in.
+        """
+        if self._is_torn:
+            raise RuntimeError(TORN)
         self._decodes = decodes
         # A replay may stream through the ring: what a step that failed has left there is forgotten.
         for ring in self._staging.values():
@@ -299,9 +306,11 @@ class DeviceScheduler(Scheduler):
         early: bool = False,
     ) -> torch.Tensor:
         assert self._demand_fill is not None
-        slot_ids = self.table.resolve(layer_idx, topk_ids, padding=padding, early=early)
         # Demand entries are in the mapping before their bytes: fill and experts follow in order.
+        self._is_torn = True
+        slot_ids = self.table.resolve(layer_idx, topk_ids, padding=padding, early=early)
         self._demand_fill.fill(layer_idx, early=True)
+        self._is_torn = False
         return slot_ids
 
     def token_waves(
@@ -382,6 +391,7 @@ class DeviceScheduler(Scheduler):
         table, index = self.table, layer.layer_idx
         self._begin_layer(index, topk_ids, guesses)
         self._join()
+        self._is_torn = True  # until `expert_waves` has let compute wait for the copies
         report = table.plan_wide(index, topk_ids, evict=self._decodes)
         # The first layer reads the slots of all, for what is sent ahead; they change only in their
         # own layer's turn.
@@ -504,6 +514,7 @@ class DeviceScheduler(Scheduler):
         """Empty every slot and restart the counters. Between steps only."""
         self._copier.synchronize()
         self.table.clear()
+        self._is_torn = False
         self._restart_counters()
 
     def _restart_counters(self) -> None:

@@ -263,7 +263,7 @@ class Scheduler:
             RuntimeError: a step before was cut short while it brought experts in.
         """
         if self._is_torn:
-            raise RuntimeError(_TORN)
+            raise RuntimeError(TORN)
         self._settle()
         last = self._layers.get(len(self._layers) - 1)
         if self._polled is not None and last is not None and last.last_step != self._now:
@@ -875,7 +875,7 @@ class Scheduler:
 _CLOSED = "the expert cache is closed; graphs that were captured with it cannot be replayed"
 
 
-_TORN = (
+TORN = (
     "an earlier step was cut short while it brought experts in, so slots may hold anything; empty "
     'the cache (collective_rpc("prefetch_reset")), or start again'
 )

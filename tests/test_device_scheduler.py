@@ -257,6 +257,42 @@ def test_what_a_failed_step_has_sent_ahead_is_forgotten() -> None:
     assert not ring.ahead_of(1).size
 
 
+@pytest.mark.parametrize("where", ["before its copies", "before its fill", "at the last copies"])
+def test_no_step_follows_one_that_was_cut_short_while_it_brought_experts_in(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C while the host waits for what the device has planned."""
+    device = _build(_with_ring(DeviceScheduler))
+    assert isinstance(device, DeviceScheduler)
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def narrow() -> None:
+        device.fetch(0, _ids([1, 2]))
+
+    def wide() -> None:
+        list(device.expert_waves(0, torch.arange(NUM_EXPERTS, dtype=torch.int32).view(-1, 2)))
+
+    owner, name, step = {
+        "before its copies": (device, "_to_host", wide),
+        "before its fill": (device._demand_fill, "fill", narrow),
+        "at the last copies": (device._copier, "wait", wide),
+    }[where]
+    device.begin_step(decodes=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    with pytest.raises(RuntimeError, match=r"cut short while it brought experts in.*reset"):
+        device.begin_step()
+    device.reset()
+    device.begin_step()
+    device.fetch(0, _ids([1, 2]))
+    assert audit(device) == []
+    device.begin_step()
+
+
 def test_steps_are_counted_on_when_their_number_leaves_int32() -> None:
     # After 100 days at 250 steps a second. The clock of the policy moves back; this one does not.
     scheduler = _device()
