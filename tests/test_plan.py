@@ -230,15 +230,19 @@ class TestEstimate:
         assert step_ms == pytest.approx(measured_ms, rel=0.2)
 
 
+EXPERT_BYTES = {"fp8": 4_719_744, "int4": 2_433_024}
+"""Of Qwen3-30B-A3B's experts, scales included."""
+
+
 def test_the_page_shows_what_is_computed() -> None:
     page = (ROOT / "docs" / "choosing-slots.md").read_text()
     table = page.partition("| layers | experts |")[2].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table if "|" in line]
-    assert len(rows) == 14
+    assert len(rows) == 20
     for layers, experts, mode, batch, slots, hit_rate, _, computed in rows:
         sizes = QWEN if layers == "48" else QWEN_16_LAYERS
-        if experts == "int4":
-            sizes = replace(sizes, expert_bytes=2_433_024)
+        if experts in EXPERT_BYTES:
+            sizes = replace(sizes, expert_bytes=EXPERT_BYTES[experts])
         everything = slots == "all"
         rates = create_hit_rates("uniform", num_experts=128, top_k=8, batch=int(batch))
         hits = 1.0 if everything else float(hit_rate.rstrip(" %")) / 100
