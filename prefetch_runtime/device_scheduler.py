@@ -254,7 +254,7 @@ class DeviceScheduler(Scheduler):
         made: torch.Tensor | None = None
         if guesses is not None and recorder.num_guesses:
             made = guesses()
-            guesses = partial(_itself, made)
+            guesses = partial(_on_this_stream, made)
         recorder.record(
             layer_idx, topk_ids, made, self.padding_rows if padding is None else padding
         )
@@ -542,7 +542,11 @@ class DeviceScheduler(Scheduler):
         super().close()
 
 
-def _itself(made: torch.Tensor) -> torch.Tensor:
+def _on_this_stream(made: torch.Tensor) -> torch.Tensor:
+    """Guesses of the compute stream, to be read on a forked one: until then the compute stream's
+    next tensor must not get their memory."""
+    if made.is_cuda:
+        made.record_stream(torch.cuda.current_stream(made.device))
     return made
 
 

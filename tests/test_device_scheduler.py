@@ -373,6 +373,36 @@ def test_a_forecast_is_brought_in_before_its_demand() -> None:
     assert audit(device) == []
 
 
+class _Guesses(torch.Tensor):
+    """Guesses that say which stream they are read on, as tensors on a GPU must be told."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    is_cuda = True  # type: ignore[assignment]
+
+    def record_stream(self, stream: object) -> None:
+        _READ_ON.append(stream)
+
+
+_READ_ON: list[object] = []
+
+
+def test_guesses_that_are_recorded_first_are_kept_until_the_branch_has_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # They are made on the compute stream, whose next tensor would get their memory.
+    device = _device()
+    shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    device.predict_on_device(create_predictor("next_gate", shape))
+    device.make_room_for_a_trace(top_k=TOP_K, num_guesses=3, max_tokens=4)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the branch")
+    _READ_ON.clear()
+    guesses = torch.tensor([[9, 3, 4]]).as_subclass(_Guesses)
+    device.fetch(0, _ids([1, 2]), guesses=lambda: guesses)
+    assert _READ_ON == ["the branch"]
+    device.fetch(1, _ids([9, 5]))
+    assert device.stats().layers[1].hits == 1
+
+
 @pytest.mark.parametrize(("tokens", "width"), [(3, 4), (16, 4), (5, 16), (40, 6)])
 @pytest.mark.parametrize("num_experts", [16, 128])
 def test_both_forms_predict_the_same_experts(tokens: int, width: int, num_experts: int) -> None:
