@@ -34,15 +34,24 @@ KNOWN_FAMILIES = (
 """Values of `model_type` whose layers are counted as vLLM builds them, to the parameter."""
 
 OTHER_FAMILIES = (
+    "dots1",
     "ernie4_5_moe",
     "gemma4_text",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "granitemoe",
     "granitemoehybrid",
+    "hunyuan_v1_moe",
     "jamba",
+    "kimi_k2",
     "kimi_linear",
     "lfm2_moe",
     "llama4_text",
+    "minimax_m2",
     "nemotron_h",
+    "phimoe",
     "qwen3_next",
+    "qwen3_vl_moe_text",
 )
 """Those of which it may miss some norms and biases."""
 
@@ -84,6 +93,9 @@ class ModelSizes:
     """All other weights: embeddings, attention, routers, shared experts, dense layers."""
     dense_read_bytes: int
     """Those that every decode step reads: all but an input embedding of its own."""
+    dense_int4_bytes: int
+    """All of them in a checkpoint that has its linear layers in int4; routers, embeddings and norms
+    are as they are here."""
     kv_token_bytes: int
     """KV cache of one token in the layers that attend to everything."""
     kv_window_token_bytes: int
@@ -139,6 +151,9 @@ class _Format:
         return sum(self.tensors(rows, columns))
 
 
+_INT4 = _Format("int4", 4, (1, 64), 2)
+
+
 def model_sizes(config: dict[str, Any]) -> ModelSizes:
     """Sizes of a model with experts, from its config alone.
 
@@ -159,9 +174,10 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
     family = text.get("model_type")
     if family not in KNOWN_FAMILIES + OTHER_FAMILIES:
         family = family if isinstance(family, str) and family.isidentifier() else "unnamed"
+        heads = "num_attention_heads" if optional(text, "kv_lora_rank") is None else "kv_lora_rank"
         notes.append(
             f"the layers of model type {family[:40]} are taken to be those of a plain decoder: "
-            "attention by num_attention_heads, experts of three matrices"
+            f"attention by {heads}, experts of three matrices"
         )
     if text is not config:
         notes.append("only the text model is counted, not its vision or audio parts")
@@ -177,39 +193,29 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
     plain = _plain_format(config, text, notes)
     stored, dense = _formats(config, text, plain, notes)
 
-    inner = bounded(text, "moe_intermediate_size", "intermediate_size")
-    gates = 0 if family == "nemotron_h" else 1  # whose experts and MLPs are of two matrices
+    inner = _inner(text)
     latent = optional(text, "moe_latent_size") or hidden
-    tensors = [*stored.tensors((1 + gates) * inner, latent), *stored.tensors(latent, inner)]
+    tensors = [
+        *stored.tensors((1 + _gates(family)) * inner, latent),
+        *stored.tensors(latent, inner),
+    ]
     if family == "gpt_oss":
         tensors += [*plain.tensors(2 * inner, 1), *plain.tensors(hidden, 1)]
 
-    attention, kv = _attention(text, hidden, dense)
-    full_attention, full_kv = _attention(_full_attention(text), hidden, dense)
-    keeping = state_layer(text, hidden)
-    state = attention
-    if keeping is not None:
-        state = plain.nbytes(1, keeping.plain) + sum(dense.nbytes(*m) for m in keeping.linear)
+    _, kv = _attention(text, hidden, dense)
+    _, full_kv = _attention(_full_attention(text), hidden, dense)
     if layers.keeping:
-        taken = ", and their weights are taken to be those of attention" if keeping is None else ""
+        unknown = state_layer(text, hidden) is None
+        taken = ", and their weights are taken to be those of attention" if unknown else ""
         notes.append(
             f"{layers.keeping} of the {layers.total} layers keep a state in place of a KV "
             f"cache; it is not counted{taken}"
         )
-    shared = _shared_intermediate(text, family, inner)
     vocabulary = plain.nbytes(bounded(text, "vocab_size"), hidden)
-    read = (
-        vocabulary
-        + layers.norms * plain.nbytes(1, hidden)
-        + layers.windowed * attention
-        + (layers.attending - layers.windowed) * full_attention
-        + layers.keeping * state
-        + plain.nbytes(1, hidden)
-        + layers.moe * plain.nbytes(num_experts, hidden)
-        + (layers.moe * dense.nbytes((2 + gates) * shared, hidden) if shared else 0)
-        + (layers.moe * dense.nbytes(2 * latent, hidden) if latent != hidden else 0)
-        + (layers.mlp and layers.mlp * dense.nbytes((2 + gates) * _dense_inner(text), hidden))
+    read, read_int4 = (
+        vocabulary + _layer_bytes(text, family, layers, plain, linear) for linear in (dense, _INT4)
     )
+    input_embedding = 0 if _is_tied(config, text, family) else vocabulary
     return ModelSizes(
         model_type=family,
         num_layers=layers.total,
@@ -219,14 +225,56 @@ def model_sizes(config: dict[str, Any]) -> ModelSizes:
         expert_format=stored.name,
         expert_bytes=sum(tensors),
         record_bytes=sum(-(-n // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT for n in tensors),
-        dense_bytes=read if _is_tied(config, text, family) else read + vocabulary,
+        dense_bytes=read + input_embedding,
         dense_read_bytes=read,
+        dense_int4_bytes=read_int4 + input_embedding,
         kv_token_bytes=(layers.attending - layers.windowed) * full_kv * (plain.bits // 8),
         kv_window_token_bytes=layers.windowed * kv * (plain.bits // 8),
         window=bounded(text, "sliding_window") if layers.windowed else 0,
         max_context=optional(text, "max_position_embeddings"),
         notes=tuple(notes),
     )
+
+
+def _layer_bytes(
+    text: dict[str, Any], family: str, layers: "_Layers", plain: _Format, linear: _Format
+) -> int:
+    """Bytes of all layers without their experts, and of the last norm.
+
+    Args:
+        plain: the format of norms, routers and what else is not quantised.
+        linear: that of attention, shared experts and MLPs.
+    """
+    hidden = bounded(text, "hidden_size")
+    gates = _gates(family)
+    latent = optional(text, "moe_latent_size") or hidden
+    attention, _ = _attention(text, hidden, linear)
+    full_attention, _ = _attention(_full_attention(text), hidden, linear)
+    keeping = state_layer(text, hidden)
+    state = attention
+    if keeping is not None:
+        state = plain.nbytes(1, keeping.plain) + sum(linear.nbytes(*m) for m in keeping.linear)
+    shared = _shared_intermediate(text, family, _inner(text))
+    return (
+        layers.norms * plain.nbytes(1, hidden)
+        + layers.windowed * attention
+        + (layers.attending - layers.windowed) * full_attention
+        + layers.keeping * state
+        + plain.nbytes(1, hidden)
+        + layers.moe * plain.nbytes(bounded(text, *NUM_EXPERTS, most=1 << 20), hidden)
+        + (layers.moe * linear.nbytes((2 + gates) * shared, hidden) if shared else 0)
+        + (layers.moe * linear.nbytes(2 * latent, hidden) if latent != hidden else 0)
+        + (layers.mlp and layers.mlp * linear.nbytes((2 + gates) * _dense_inner(text), hidden))
+    )
+
+
+def _inner(text: dict[str, Any]) -> int:
+    return bounded(text, "moe_intermediate_size", "intermediate_size")
+
+
+def _gates(family: str) -> int:
+    """Matrices of an expert or MLP beside up and down."""
+    return 0 if family == "nemotron_h" else 1
 
 
 class _Layers(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from prefetch_runtime.hit_rates import HitRates
+from prefetch_runtime.model_sizes import ModelSizes
 from prefetch_runtime.plan import ACTIVATIONS_SHARE, Estimate, Planner
 from prefetch_runtime.waves import rows_of_half
 
@@ -104,21 +105,26 @@ def _clearly_more(one: Estimate, other: Estimate) -> bool:
 def levers(planner: Planner) -> Levers:
     """What would help a plan with too little memory, each alone or else together.
 
-    What would not help is left out. Other weights stay as they are in a quantised checkpoint.
+    What would not help is left out. That a checkpoint has more than its experts in int4 is named
+    only where it takes that.
     """
     least = _least_gib(planner)
     alone = [change for step in _STEPS if (change := step(planner)) and _fits(change[1])]
+    of_all = _all_in_int4(planner)
+    if of_all and _fits(of_all[1]) and not any(_is_int4(change[1]) for change in alone):
+        alone.insert(0, of_all)
     if alone:
         words = tuple(word for word, _ in alone)
         return Levers(changes=words, is_each_enough=True, least_gib=least)
-    taken: list[str] = []
-    for step in _STEPS:
-        change = step(planner)
-        if change is not None:
-            taken.append(change[0])
-            planner = change[1]
-        if _fits(planner):
-            return Levers(changes=tuple(taken), is_each_enough=False, least_gib=least)
+    for first in (_STEPS[0], _all_in_int4):
+        together, taken = planner, list[str]()
+        for step in (first, *_STEPS[1:]):
+            change = step(together)
+            if change is not None:
+                taken.append(change[0])
+                together = change[1]
+            if _fits(together):
+                return Levers(changes=tuple(taken), is_each_enough=False, least_gib=least)
     return Levers(changes=(), is_each_enough=False, least_gib=least)
 
 
@@ -134,6 +140,7 @@ def _least_gib(planner: Planner) -> float:
 
 
 def _quantised(planner: Planner) -> _Change | None:
+    """Experts in int4; other weights stay as they are."""
     sizes = planner.sizes
     bits = _BITS.get(sizes.expert_format)
     if bits is None:
@@ -142,7 +149,25 @@ def _quantised(planner: Planner) -> _Change | None:
     smaller = replace(
         sizes, expert_bytes=int(sizes.expert_bytes * _INT4_BITS / bits), expert_format="int4"
     )
-    return f"{name} checkpoint", Planner(smaller, planner.gpu, planner.workload, planner.rates)
+    return f"{name} checkpoint", _of_sizes(planner, smaller)
+
+
+def _all_in_int4(planner: Planner) -> _Change | None:
+    """Attention, shared experts and MLPs, too, as most checkpoints in int4 have them."""
+    change = _quantised(planner)
+    if change is None or planner.sizes.model_type == "gpt_oss":
+        return None
+    name, quantised = change
+    smaller = replace(quantised.sizes, dense_bytes=quantised.sizes.dense_int4_bytes)
+    return f"{name} whose attention is in int4, too", _of_sizes(planner, smaller)
+
+
+def _is_int4(planner: Planner) -> bool:
+    return planner.sizes.expert_format == "int4"
+
+
+def _of_sizes(planner: Planner, sizes: ModelSizes) -> Planner:
+    return Planner(sizes, planner.gpu, planner.workload, planner.rates)
 
 
 def _staging(planner: Planner) -> _Change | None:

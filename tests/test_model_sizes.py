@@ -15,21 +15,30 @@ from prefetch_runtime.state_layers import state_layer
 from tests.helpers.model_configs import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    DOTS_LLM1,
     ERNIE_4_5,
     GEMMA_4_26B,
+    GLM_4_5_AIR,
+    GLM_4_7_FLASH,
     GPT_OSS_20B,
+    GRANITE_3_1_3B,
     GRANITE_4_SMALL,
+    HUNYUAN_A13B,
     JAMBA,
+    KIMI_K2,
     KIMI_LINEAR,
     LFM2_8B,
     LLAMA_4_MAVERICK,
     LLAMA_4_SCOUT,
+    MINIMAX_M2,
     MIXTRAL,
     NEMOTRON_3_NANO,
     OLMOE,
+    PHI_3_5_MOE,
     QWEN2_MOE,
     QWEN3_30B,
     QWEN3_NEXT,
+    QWEN3_VL_30B,
     PublicModel,
 )
 
@@ -124,7 +133,8 @@ class TestPublicModels:
 
 
 class TestOtherFamilies:
-    """Those that are no plain decoder; parameters of their text models, in 1e9, as published."""
+    """Parameters of their text models, in 1e9: as published, or (the last nine) as transformers
+    builds them from the config."""
 
     @pytest.mark.parametrize(
         ("config", "moe_layers", "billions"),
@@ -139,6 +149,15 @@ class TestOtherFamilies:
             (GEMMA_4_26B, 30, 25.25),  # 25.23 in the checkpoint: vLLM keeps keys as values, too
             (KIMI_LINEAR, 26, 49.12),
             (LFM2_8B, 22, 8.34),
+            (QWEN3_VL_30B, 48, 30.53),
+            (KIMI_K2, 60, 1026.41),
+            (GLM_4_5_AIR, 45, 106.85),
+            (GLM_4_7_FLASH, 46, 29.94),
+            (GRANITE_3_1_3B, 32, 3.30),
+            (PHI_3_5_MOE, 32, 41.87),
+            (MINIMAX_M2, 62, 228.69),
+            (HUNYUAN_A13B, 32, 80.39),
+            (DOTS_LLM1, 61, 142.77),
         ],
         ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
     )
@@ -150,6 +169,25 @@ class TestOtherFamilies:
         found = (sizes.experts_bytes + sizes.dense_bytes) / 2 / 1e9
         assert found == pytest.approx(billions, abs=0.01)
 
+    @pytest.mark.parametrize(
+        ("config", "attention"),
+        [(GLM_4_7_FLASH, "kv_lora_rank"), (GLM_4_5_AIR, "num_attention_heads")],
+    )
+    def test_what_is_taken_for_a_plain_decoder_names_how_its_attention_is_counted(
+        self, config: dict[str, Any], attention: str
+    ) -> None:
+        (note,) = model_sizes({**config, "model_type": "newer"}).notes
+        assert note.startswith("the layers of model type newer are taken to be those of a plain")
+        assert f"attention by {attention}, " in note
+
+    def test_other_weights_in_int4_are_those_of_such_a_checkpoint(self) -> None:
+        awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}
+        for config in (GLM_4_5_AIR, QWEN3_30B.config, GRANITE_3_1_3B):
+            quantised = model_sizes({**config, "quantization_config": awq})
+            assert quantised.dense_bytes < model_sizes(config).dense_bytes
+            assert model_sizes(config).dense_int4_bytes == quantised.dense_bytes
+            assert quantised.dense_int4_bytes == quantised.dense_bytes
+
     def test_weights_of_linear_attention_are_counted_or_said_not_to_be(self) -> None:
         assert model_sizes(QWEN3_NEXT).notes[-1].endswith("it is not counted")
         unknown = {k: v for k, v in QWEN3_NEXT.items() if k != "linear_value_head_dim"}
@@ -158,7 +196,8 @@ class TestOtherFamilies:
     def test_all_of_them_are_counted_as_their_own(self) -> None:
         others = (
             *(LLAMA_4_SCOUT, QWEN3_NEXT, ERNIE_4_5, GRANITE_4_SMALL, JAMBA, NEMOTRON_3_NANO),
-            *(GEMMA_4_26B, KIMI_LINEAR, LFM2_8B),
+            *(GEMMA_4_26B, KIMI_LINEAR, LFM2_8B, QWEN3_VL_30B, KIMI_K2, GLM_4_5_AIR),
+            *(GLM_4_7_FLASH, GRANITE_3_1_3B, PHI_3_5_MOE, MINIMAX_M2, HUNYUAN_A13B, DOTS_LLM1),
         )
         sizes = [model_sizes(config) for config in others]
         assert {model.model_type for model in sizes} == set(OTHER_FAMILIES)

@@ -11,7 +11,7 @@ from prefetch_runtime.hit_rates import UNIFORM, HitRates, create_hit_rates
 from prefetch_runtime.model_sizes import model_sizes
 from prefetch_runtime.plan import Planner, Workload, typical_gpu
 from prefetch_runtime.plan_levers import BetterBatch, better_batch, levers
-from tests.helpers.model_configs import MIXTRAL, QWEN3_30B
+from tests.helpers.model_configs import GLM_4_5_AIR, MIXTRAL, QWEN3_30B
 
 
 def planner(config: dict[str, Any], gib: float, **work: Any) -> Planner:
@@ -59,6 +59,22 @@ def test_what_is_enough_only_together_is_said_to_be() -> None:
     assert not found.is_each_enough
     assert len(found.changes) > 1
     assert "--context" in found.changes[-1]
+
+
+def test_attention_in_int4_is_named_only_where_experts_in_int4_are_not_enough() -> None:
+    found = levers(planner(GLM_4_5_AIR, 16))  # the other weights alone take 13 GiB
+    assert found.changes == ("an int4 (GPTQ, AWQ) checkpoint whose attention is in int4, too",)
+    assert found.is_each_enough
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}
+    assert _fits(planner({**GLM_4_5_AIR, "quantization_config": awq}, 16))
+    assert levers(planner(GLM_4_5_AIR, 27)).changes[0] == "an int4 (GPTQ, AWQ) checkpoint"
+
+
+def test_attention_in_int4_is_taken_together_with_the_rest_where_that_is_needed() -> None:
+    found = levers(planner(GLM_4_5_AIR, 11))
+    assert found.changes[0] == "an int4 (GPTQ, AWQ) checkpoint whose attention is in int4, too"
+    assert not found.is_each_enough
+    assert len(found.changes) > 1
 
 
 def test_a_gpu_that_nothing_helps_has_no_levers() -> None:
