@@ -391,9 +391,9 @@ class Scheduler:
     def _fetch(self, layer: LayerCache, demanded: IntArray) -> None:
         """Plan the demand, copy what is absent, publish the mapping once its bytes are there."""
         self._settle()
+        self._is_torn = True
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
-        self._is_torn = True
         try:
             plan = layer.table.plan(demanded, self._now)
         except (NotEnoughSlots, ValueError):
@@ -603,9 +603,9 @@ class Scheduler:
         """Plan what has room among the slots (`SlotTable.plan_wide`), and start its copies."""
         self._settle()
         host_ids = self._read(layer, topk_ids, guesses)
+        self._is_torn = True
         if self._prefetcher is not None:
             layer.is_stale |= self._prefetcher.land(layer.layer_idx, layer.table, self._now)
-        self._is_torn = True
         try:
             plan, streamed = layer.table.plan_wide(host_ids, self._now, evict=self._decodes)
         except ValueError:

@@ -1,10 +1,17 @@
 """Prediction by the host: what is brought in, how much of it, and how it is counted."""
 
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
+import prefetch_runtime
 from predictors import NextGatePredictor, PredictorShape, create_predictor
 from prefetch_runtime.audit import audit
 from prefetch_runtime.budget import BudgetController
@@ -129,6 +136,57 @@ def test_a_layer_stalls_for_the_copies_of_its_demand_alone() -> None:
     assert cache.scheduler.stats().stall_seconds == first.stall_seconds
     cache.scheduler.reset()
     assert cache.scheduler.stats().stall_seconds == 0
+
+
+def interrupted(run: Callable[[], object], line: int) -> bool:
+    """Call `run`, as if Ctrl-C came at the given line, counted from 0, of those of the package that
+    it executes. Returns False if it has fewer."""
+    package, left = str(Path(prefetch_runtime.__file__).parent), line
+
+    def at_line(_: FrameType, event: str, __: object) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return at_line
+
+    def at_call(frame: FrameType, _: str, __: object) -> Any:
+        return at_line if frame.f_code.co_filename.startswith(package) else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_wherever_a_step_is_cut_short_the_slots_are_sound_or_not_trusted() -> None:
+    line, refused, there_are_more = 0, 0, True
+    while there_are_more:
+        cache = cache_with()
+        step(cache, [1, 2], [9, 3, 4], [9, 5])
+        step(cache, [6, 7], [0, 10], [3, 11])
+        scheduler, guesses = cache.scheduler, torch.tensor([[7, 8, 2]])
+        scheduler.begin_step()
+        scheduler.fetch(0, torch.tensor([[0, 1]]), guesses=partial(torch.clone, guesses))
+        there_are_more = interrupted(partial(scheduler.fetch, 1, torch.tensor([[7, 6]])), line)
+        line += 1
+        if scheduler._is_torn:
+            with pytest.raises(RuntimeError, match="cut short"):
+                scheduler.begin_step()
+            refused += 1
+            continue
+        step(cache, [0, 1], [5, 3], [4, 7])
+        assert audit(scheduler) == [], f"line {line}"
+        for layer_idx in range(2):
+            cache.layer(layer_idx).table.check_integrity()
+    assert 0 < refused < line
+    assert line > 100
 
 
 def test_a_controller_switches_off_what_never_comes_true() -> None:
