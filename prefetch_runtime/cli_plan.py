@@ -136,11 +136,14 @@ def plan(
                 "assumptions": plan_report.assumptions(planners, plans),
                 "plans": [
                     {
-                        **asdict(p),
-                        "target_fits": p.target_fits,
-                        "better_batch": None if b is None else asdict(b),
+                        **asdict(plan),
+                        "target_fits": plan.target_fits,
+                        "better_batch": None if batch is None else asdict(batch),
+                        "command": plan_report.start_command(
+                            model, planner, plan, backend=backend, refused=refused
+                        ),
                     }
-                    for p, b in zip(plans, better, strict=True)
+                    for planner, plan, batch in zip(planners, plans, better, strict=True)
                 ],
             }
         )

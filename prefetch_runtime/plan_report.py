@@ -109,12 +109,17 @@ def print_plan(
     Args:
         better: a smaller batch that decodes more in all.
         backend: the `--moe-backend` that the cache needs for the model, if it needs one.
-        refused: why the cache does not serve it at all.
+        refused: why the cache does not serve it at all. Nothing is estimated then, unless vLLM
+            alone serves it on this GPU.
     """
     sizes, gpu = planner.sizes, plan.gpu
     _print_model(model, sizes)
     out.print(f"\n{gpu.gib:.4g} GiB of GPU memory ({gpu.name})", markup=False, style="bold")
     _print_pairs(_memory_lines(planner, plan))
+    if refused is not None and not plan.all_fit:
+        out.print()
+        print_refusal(refused)
+        return
     if plan.estimates:
         _print_estimates(planner, plan)
     if plan.uniform is not None and plan.uniform != plan.best and not plan.all_fit:
@@ -134,9 +139,9 @@ def print_plan(
     if refused is not None:
         out.print()
         print_refusal(refused)
-    if plan.best is not None and (refused is None or plan.all_fit):
+    command = start_command(model, planner, plan, backend=backend, refused=refused)
+    if plan.best is not None and command is not None:
         out.print(f"\n{_heading(plan, plan.best, target)}", style="bold")
-        command = _command(model, planner, plan, backend)
         out.print(f"  {command}", markup=False, soft_wrap=True)
         if not plan.all_fit:
             _print_host_warning(sizes)
@@ -154,16 +159,17 @@ def print_sizes(
     refused: str | None = None,
 ) -> None:
     """A row for each size of GPU; `refused`, and `better` of each size, as in `print_plan`."""
+    served = [refused is None or plan.all_fit for plan in plans]
     sizes, workload = planners[0].sizes, planners[0].workload
     _print_model(model, sizes)
     out.print(f"\n{workload.batch} x {workload.context} tokens, by size of GPU", style="bold")
     names = ["GiB", "such as", "GB/s", "slots", "hit rate", "tokens/s", "at best"]
     table = _columns(*names, *([f"for {target:g}/s"] if target is not None else []))
-    for plan in plans:
+    for plan, is_served in zip(plans, served, strict=True):
         gpu, best = plan.gpu, plan.best
         row = [f"{gpu.gib:g}", gpu.name, f"{rounded(gpu.link_gbs, 3):g}"]
-        if best is None:
-            row += ["too small", "", "", ""]
+        if best is None or not is_served:
+            row += ["too small" if best is None else "refused", "", "", ""]
         else:
             row += [
                 "all" if plan.all_fit else f"{best.slots_per_layer}/{sizes.num_experts}",
@@ -171,8 +177,10 @@ def print_sizes(
                 _speed(best.tokens_per_s),
                 _speed(best.tokens_per_s_at_best),
             ]
-        if target is not None:
-            row.append("never" if plan.target is None else str(plan.target.slots_per_layer))
+        if target is not None and plan.target is None:
+            row.append("never")
+        elif plan.target is not None:
+            row.append(str(plan.target.slots_per_layer) if refused is None else "all")
         table.add_row(*row)
     out.print(table)
     out.print(
@@ -180,8 +188,11 @@ def print_sizes(
         "beside compute. all: vLLM alone serves them. --gpu-gib shows one size in full."
     )
     for name, where in ((_CAPTURED_WAVES, "inside the graph"), (_WAVES, "outside of any graph")):
-        bests = [(plan.gpu, plan.best) for plan in plans if plan.best is not None]
-        gibs = [f"{gpu.gib:g}" for gpu, best in bests if _mode_of(best) == name]
+        gibs = [
+            f"{plan.gpu.gib:g}"
+            for plan, is_served in zip(plans, served, strict=True)
+            if is_served and plan.best is not None and _mode_of(plan.best) == name
+        ]
         if gibs:
             out.print(
                 f"In waves, {where}, on {', '.join(gibs)} GiB: the batch may need "
@@ -189,8 +200,8 @@ def print_sizes(
             )
     fewer = [
         f"batch {found.batch} on {plan.gpu.gib:g} GiB ({_speed(found.tokens_per_s)})"
-        for plan, found in zip(plans, better, strict=False)
-        if found is not None
+        for plan, found, is_served in zip(plans, better, served, strict=False)
+        if found is not None and is_served
     ]
     if fewer:
         out.print(f"Fewer sequences reach more tokens/s in all: {', '.join(fewer)}.")
@@ -395,7 +406,16 @@ def _print_assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> No
     out.print(CAVEAT)
 
 
-def _command(model: str, planner: Planner, plan: Plan, backend: str | None) -> str:
+def start_command(
+    model: str, planner: Planner, plan: Plan, *, backend: str | None, refused: str | None
+) -> str | None:
+    """What starts a server with the most slots that fit; arguments as of `print_plan`.
+
+    Returns:
+        None where nothing fits, or the cache is needed and refuses the model.
+    """
+    if plan.best is None or (refused is not None and not plan.all_fit):
+        return None
     workload = planner.workload
     rest = f"--max-model-len {workload.context} --max-num-seqs {workload.batch}"
     if workload.utilization != UTILIZATION:

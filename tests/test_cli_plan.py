@@ -134,6 +134,8 @@ class TestPlan:
     ) -> None:
         ending = run("plan", qwen, "--gpu-gib", "24").out.partition("start it with\n")[2]
         command = ending.splitlines()[0].split()
+        (told,) = json.loads(run("plan", qwen, "--gpu-gib", "24", "--json").out)["plans"]
+        assert told["command"].split() == command
         executed: list[str] = []
         monkeypatch.setattr("os.execv", lambda _, arguments: executed.extend(arguments))
         monkeypatch.setattr(early_refusals, "is_cpu_build", lambda: False)
@@ -358,9 +360,24 @@ class TestPlan:
             assert "; use an unquantised, fp8, GPTQ, AWQ, compressed-tensors" in text
             assert "all 15.1" in text
             assert "start it with" not in text
+            assert "61/128" not in text, "no speed of a cache that would not start"
             ran = run("plan", model, *options, "--json")
             assert (ran.status, ran.err) == (1, "")
             assert json.loads(ran.out)["refused"].startswith("experts in modelopt's NVFP4")
+            commands = [plan["command"] for plan in json.loads(ran.out)["plans"]]
+            assert commands[0] is None
+            assert not any("expert-cache" in command for command in commands if command)
+
+    def test_sizes_that_would_take_the_refused_cache_are_told_from_those_that_need_none(
+        self, run: Callable[..., Ran], tmp_path: Path
+    ) -> None:
+        nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        model = _folder(tmp_path, {**QWEN3_30B.config, "quantization_config": nvfp4})
+        ran = run("plan", model, "--target", "160", "--batch", "4")
+        rows = {row[0]: row for row in map(str.split, ran.out.splitlines()) if len(row) > 4}
+        assert rows["12"][4:] == ["refused", "all"]
+        assert rows["80"][4] == rows["80"][-1] == "all"
+        assert "Fewer sequences" not in ran.out
 
     def test_a_refused_model_that_fits_whole_needs_no_cache(
         self, run: Callable[..., Ran], tmp_path: Path
