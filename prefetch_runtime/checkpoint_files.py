@@ -108,6 +108,7 @@ def _named_in_index(folder: Path) -> set[str] | None:
     """Names of files in the index; None: there is none, or it cannot be read."""
     try:
         text = (folder / INDEX).read_text(encoding="utf-8")
-        return set(json.loads(text)["weight_map"].values())
+        named = set(json.loads(text)["weight_map"].values())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    return named if all(isinstance(name, str) for name in named) else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefetch_runtime.checkpoint_files import absent_files
 from prefetch_runtime.expert_tensors import misfit
 from tests.helpers.checkpoints import BASE, FAMILIES, FORMATS, Tensors, cases, tensors_of
 
@@ -192,11 +193,22 @@ def test_files_that_vllm_does_not_read_are_not_looked_at(tmp_path: Path) -> None
     assert misfit(folder, config_of("mixtral")) is None, "vLLM prefers Mistral's own layout"
 
 
-@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": []}}'])
+@pytest.mark.parametrize(
+    "index",
+    [
+        "",
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": []}}',
+        '{"weight_map": {"a": 3, "b": "b.safetensors"}}',
+        '{"weight_map": {"a": null}}',
+    ],
+)
 def test_an_index_of_anything_says_nothing(index: str, tmp_path: Path) -> None:
     folder = write_headers(tmp_path, headers("mixtral", "bf16"))
     (folder / "model.safetensors.index.json").write_text(index)
     assert misfit(folder, config_of("mixtral", hidden_size=128)) is None
+    assert absent_files(folder) is None
 
 
 @pytest.mark.parametrize(
