@@ -22,6 +22,7 @@ import numpy.typing as npt
 DEFAULT_MAX_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 4096
 _MAX_MEMBERS = 1024
+_MOST_QUOTED = 200
 _COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others unpack more than is asked for
 # How zipfile reports broken, encrypted (RuntimeError) or foreign archives, offsets that lie outside
 # the file among them.
@@ -74,7 +75,9 @@ def read_arrays(
         except NpzError:
             raise
         except _DAMAGE as e:
-            raise NpzError(f"{path} is damaged or not an npz file: {e}") from e
+            # What zipfile says may quote the file, at length.
+            said = str(e)[:_MOST_QUOTED]
+            raise NpzError(f"{path} is damaged or not an npz file: {said}") from e
 
 
 def write_arrays(path: Path | str, **arrays: npt.NDArray[np.integer]) -> None:

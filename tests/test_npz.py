@@ -106,6 +106,16 @@ def test_damaged_array_is_refused_with_its_name(
     assert "'a'" in str(e.value)
 
 
+def test_a_message_holds_little_of_a_damaged_file(tmp_path: Path) -> None:
+    path = _archive(tmp_path / "a.npz", {"a.npy": _npy(np.arange(9000))})
+    data = bytearray(path.read_bytes())
+    data[26:28] = b"\xff\xff"  # so long is the member's name, by its own header
+    path.write_bytes(data)
+    with pytest.raises(NpzError, match="damaged or not an npz file") as e:
+        read_arrays(path, {"a": ANY_ROW})
+    assert len(str(e.value)) < len(str(path)) + 300
+
+
 def test_pickle_is_never_run(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", a=np.array([{"x": 1}], dtype=object))
     with pytest.raises(NpzError, match="pickled objects, which are never loaded"):
