@@ -231,6 +231,8 @@ def serve(
     command = [sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve"]
     if config.enabled and config.metrics:
         command.append("--metrics")
+    if config.enabled and config.save_table is not None:
+        command.append("--saves")
     command += ["serve", model, *passed_on]
     if config.enabled:
         if any(option_name(argument) == "--worker-cls" for argument in passed_on):

@@ -117,6 +117,30 @@ class TestServe:
         assert command[:5] == START
         return command[5:]
 
+    @pytest.mark.parametrize(
+        ("settings", "ours"),
+        [
+            ({"predictor": "frequency", "save_table": "t.npz"}, ["--saves"]),
+            (
+                {"predictor": "frequency", "save_table": "t.npz", "metrics": True},
+                ["--metrics", "--saves"],
+            ),
+            ({"predictor": "frequency"}, []),
+            ({"predictor": "frequency", "save_table": "t.npz", "slots_per_layer": 0}, []),
+        ],
+    )
+    def test_a_table_is_given_time_to_be_written(
+        self,
+        run: Callable[..., Ran],
+        executed: list[list[str]],
+        settings: dict[str, Any],
+        ours: list[str],
+    ) -> None:
+        additional = json.dumps({"prefetch_runtime": {"slots_per_layer": 48, **settings}})
+        run("serve", HUB, "--additional-config", additional)
+        ((_, *command),) = executed
+        assert command[: len(ours) + 4] == [*START[1:-1], *ours, "serve"]
+
     def test_the_settings_become_worker_class_and_additional_config(
         self, run: Callable[..., Ran], executed: list[list[str]]
     ) -> None:
