@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+from vllm.platforms import current_platform
 
 from prefetch_runtime.vllm.checks import UnsupportedError
 
@@ -93,19 +94,21 @@ def _check_name(layer_name: str, method: str, kernel: str) -> None:
     if kernel not in ROWS_BY_EXPERT + ROWS_BY_BLOCK + WAVES_BY_TOKEN:
         raise UnsupportedError(
             f"{layer_name}: vLLM chose the expert kernel {kernel}, which the cache cannot serve "
-            f"exactly; add {_remedy(method)}"
+            f"exactly; {_remedy(method)}"
         )
 
 
 def _routes_inside(layer_name: str, method: str) -> str:
     return (
         f"{layer_name}: vLLM chose an expert kernel that routes inside itself (monolithic), so "
-        f"the cache never sees the expert ids; add {_remedy(method)}"
+        f"the cache never sees the expert ids; {_remedy(method)}"
     )
 
 
 def _remedy(method: str) -> str:
-    return " or ".join(f"--moe-backend {backend}" for backend in FORMATS[method])
+    if current_platform.is_cpu():  # one kernel for each format there, until vLLM 0.29 monolithic
+        return "on a CPU take unquantised experts, and vLLM 0.30 or later"
+    return "add " + " or ".join(f"--moe-backend {backend}" for backend in FORMATS[method])
 
 
 def scales_the_batch(experts: Any) -> bool:

@@ -269,6 +269,16 @@ class DeepGemmExperts:
 
 
 class TestKernels:
+    @pytest.fixture(autouse=True)
+    def on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._on(monkeypatch, cpu=False)
+
+    def _on(self, monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> None:
+        from prefetch_runtime.vllm import kernels
+
+        platform = SimpleNamespace(is_cpu=lambda: cpu)
+        monkeypatch.setattr(kernels, "current_platform", platform)
+
     def _method(self, experts: Any, *, monolithic: bool = False) -> Any:
         return UnquantizedFusedMoEMethod(
             moe_kernel=SimpleNamespace(fused_experts=experts), is_monolithic=monolithic
@@ -290,6 +300,18 @@ class TestKernels:
             with pytest.raises(
                 ConfigError,
                 match=r"l: vLLM chose .* inside itself \(monolithic\).* add --moe-backend triton",
+            ):
+                check_kernel("l", method)
+
+    def test_on_a_cpu_no_backend_is_named_that_it_does_not_have(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from prefetch_runtime.vllm.kernels import check_kernel
+
+        self._on(monkeypatch, cpu=True)
+        for method in (self._method(TritonExperts(), monolithic=True), self._method(object())):
+            with pytest.raises(
+                ConfigError, match=r"; on a CPU take unquantised experts, and vLLM 0\.30 or later$"
             ):
                 check_kernel("l", method)
 
