@@ -431,6 +431,8 @@ def generate_command(
     _print_texts(prompt, result.texts)
     if result.stats is not None:
         _print_counters(result.stats, config.predictor)
+    if config.save_table is not None:
+        out.print(f"table: {config.save_table}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -452,10 +454,11 @@ def demo(
         model, PrefetchConfig.from_mapping({"slots_per_layer": slots, "predictor": predictor})
     )
     with err.status("starting vLLM") as status:
+        err.print(f"engine log: {log}", markup=False, soft_wrap=True)
 
         def stage(what: str) -> None:
             status.update(f"generating {what}")
-            err.print(f"generating {what} (engine log: {log})")
+            err.print(f"generating {what}")
 
         result = run_demo(
             model,
@@ -482,7 +485,15 @@ def _print_texts(prompts: Sequence[str], texts: Sequence[str]) -> None:
 
 
 def _print_counters(stats: RuntimeStats, predictor: str) -> None:
+    # As lines of their own: a table breaks its title and caption to its own width.
+    out.print(
+        f"expert cache: mode {stats.mode}, policy {stats.policy}, "
+        f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB",
+        style="italic",
+    )
     out.print(stats_table(stats))
+    if stats.mode_reason:
+        out.print(f"mode {stats.mode}: {stats.mode_reason}", markup=False, style="dim italic")
     guesses = (
         "late: demanded while their prefetch was under way; guess: prefetched; used: of the "
         "guesses, demanded in time; drop: of the guesses, given up unused; "
@@ -502,14 +513,7 @@ def _print_counters(stats: RuntimeStats, predictor: str) -> None:
 
 def stats_table(stats: RuntimeStats) -> Table:
     """The counters as a table, a row per MoE layer and one for all."""
-    table = Table(
-        title=f"expert cache: mode {stats.mode}, policy {stats.policy}, "
-        f"slots {stats.slot_bytes / 2**20:.1f} MiB, host {stats.host_bytes / 2**20:.1f} MiB",
-        caption=f"mode {stats.mode}: {stats.mode_reason}" if stats.mode_reason else None,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
+    table = Table(box=SIMPLE_HEAD, padding=0)
     counters = ["hits", "misses", "evictions", "waves"]
     if stats.total("prefetched"):
         counters[2:2] = ["late", "prefetched", "prefetch_used", "prefetch_dropped"]

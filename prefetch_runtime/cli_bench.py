@@ -77,8 +77,10 @@ def bench(
 ) -> None:
     """Time engines at equal expert memory: this cache, vLLM resident, its offloaders.
 
-    Options take the place of the file's settings. Each case runs in a process of its own, with a
-    time limit; what fails is a row that says why. Status 1: nothing was measured.
+    Options take the place of the file's settings.
+    Each case runs in a process of its own, with a time limit; what fails is a
+    row that says why.
+    Status 1: nothing was measured.
     """
     settings: dict[str, Any] = dict(QUICK) if quick else {}
     if config is not None:

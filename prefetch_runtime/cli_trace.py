@@ -224,7 +224,14 @@ def simulate(
         typer.echo(json.dumps(json.loads(to_json(results))))
         return
     out.print(_table(results))
+    out.print(
+        "stall: us a step. useful, late, wasted: MiB of speculation a step; late ones were under "
+        "way when they were demanded, which shortens the stall, too"
+    )
     out.print(_assumptions(settings), markup=False)
+    for name, file in (("table", save_table), ("plot", plot_file)):
+        if file is not None:
+            out.print(f"{name}: {file}", markup=False, soft_wrap=True)
 
 
 def _check_plot(path: Path) -> None:
@@ -303,9 +310,4 @@ def _table(results: list[SimulationResult]) -> Table:
                 for nbytes in (result.useful_bytes, result.late_bytes, result.wasted_bytes)
             ),
         )
-    table.caption = (
-        "stall: us a step. useful, late, wasted: MiB of speculation a step; late ones were under "
-        "way when they were demanded, which shortens the stall, too"
-    )
-    table.caption_justify = "left"
     return table

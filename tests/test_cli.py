@@ -1,5 +1,6 @@
 """The command line: what is passed to vLLM, and the words and exit status of every refusal."""
 
+import inspect
 import json
 import os
 import socket
@@ -943,6 +944,18 @@ class TestGenerate:
         ran = run("generate", TINY, "-p", "a", "-p", "b", *size, "--log", str(tmp_path / "x.log"))
         assert "\nmode eager: no CUDA device" in ran.out
 
+    def test_what_stands_around_the_counters_is_not_broken_to_their_width(
+        self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        self._patch(monkeypatch, replace(STATS, mode_reason="mode 'full' needs a CUDA device, so"))
+        size = ["--moe-expert-cache-size", "8"]
+        ran = run("generate", TINY, "-p", "a", "-p", "b", *size, "--log", str(tmp_path / "x.log"))
+        lines = ran.out.splitlines()
+        assert "mode eager: mode 'full' needs a CUDA device, so" in lines
+        (title,) = [line for line in lines if line.startswith("expert cache: mode eager, policy")]
+        assert title.endswith(" MiB")
+        assert ", host " in title
+
     def test_other_options_go_to_vllm_as_they_are(
         self, run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
@@ -953,9 +966,11 @@ class TestGenerate:
         assert calls[0]["passed_on"] == given
         assert calls[0]["prompts"] == ["a", "b"]
         table = ["--predictor", "frequency", "--save-table", str(tmp_path / "t.npz")]
-        assert run("generate", TINY, *own, *table, "-p", "b").status == 0
+        saved = run("generate", TINY, *own, *table, "-p", "b")
+        assert saved.status == 0
         assert calls[0]["after"] == []
         assert calls[1]["after"] == [["prefetch_save_table", table[-1]]]
+        assert saved.out.endswith(f"\ntable: {table[-1]}\n")
         # What vLLM takes for the model is not what the folder declares, so that is not checked.
         seen: list[bool] = []
         monkeypatch.setattr(
@@ -1111,6 +1126,12 @@ class TestHelp:
         assert max(map(len, ran.stdout.splitlines())) <= 80
         assert "…" not in ran.stdout
 
+    def test_no_line_of_the_text_above_the_options_is_broken_in_two(self) -> None:
+        for command in cli.app.registered_commands:
+            _, *paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+            for line in "\n".join(paragraphs).splitlines():  # kept as they are, unlike the first
+                assert len(line) <= 78, line
+
     @pytest.mark.parametrize("command", ["serve", "generate"])
     def test_the_settings_show_their_values_and_defaults(self, command: str) -> None:
         ran = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
@@ -1239,6 +1260,8 @@ def test_simulate_learns_a_table_and_goes_on_from_it(
     file, table = str(tmp_path / "t.npz"), str(tmp_path / "table.npz")
     save_trace(Path(file), replace(trace, **parts))
     replay = ["simulate", "--trace", file, "--slots", "8", "--json", "--predictor"]
+    told = run(*(part for part in replay if part != "--json"), "transition", "--save-table", table)
+    assert told.out.endswith(f"\ntable: {table}\n")
     new = run(*replay, "none,transition", "--save-table", table)
     learned = run(*replay, "none,transition", "--predictor-table", table)
     (_, before), (plain, after) = json.loads(new.out), json.loads(learned.out)
