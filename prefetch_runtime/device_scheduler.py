@@ -68,6 +68,8 @@ class DeviceScheduler(Scheduler):
     _seen_mapping: IntArray | None = None
     """[L, E] of the first layer of the wide step under way."""
     _seen_owner: IntArray | None = None
+    _last_copy: CopyTicket | None = None
+    """The last that the host has issued; None if a step has begun since."""
     _budgets: Sequence[int] = ()
     _control: "BudgetLoop | None" = None
     device_recorder: DeviceRecorder | None = None
@@ -231,10 +233,13 @@ class DeviceScheduler(Scheduler):
         if self._is_torn:
             raise RuntimeError(TORN)
         self._decodes = decodes
-        # A replay may stream through the ring: what a step that failed has left there is forgotten.
+        # A replay may stream through the ring, on a stream of its own: what a step that failed has
+        # left there is forgotten, and what still fills it ends first.
         for ring in self._staging.values():
-            for ticket in ring.forget():
-                self._copier.wait(ticket)  # WAW
+            ring.forget()
+        if self._last_copy is not None:
+            self._copier.wait(self._last_copy)  # WAW; copies end in their order
+            self._last_copy = None
         if self._control is not None:
             self._control.step()
 
@@ -428,6 +433,12 @@ class DeviceScheduler(Scheduler):
         ends = np.cumsum([tensor.numel() for tensor in flat])[:-1]
         parts = np.split(read[0], ends)
         return [part.reshape(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def _copy(
+        self, layer: LayerCache, experts: IntArray, buffers: SlotBuffers, rows: IntArray
+    ) -> CopyTicket:
+        self._last_copy = super()._copy(layer, experts, buffers, rows)
+        return self._last_copy
 
     def _publish(self, layer: LayerCache) -> None:
         """Nothing: the plan has written the mapping, on the device."""

@@ -52,10 +52,9 @@ class StagingRing:
         waves = self._ahead if layer_idx == self._ahead_of else []
         return np.concatenate([np.empty(0, dtype=np.int32), *(wave.experts for wave in waves)])
 
-    def forget(self) -> list[CopyTicket]:
-        """Give up what was sent ahead; the copies, to be waited for before they are overwritten."""
-        ahead, self._ahead, self._ahead_of = self._ahead, [], -1
-        return [wave.copies for wave in ahead if wave.copies is not None]
+    def forget(self) -> None:
+        """Give up what was sent ahead."""
+        self._ahead, self._ahead_of = [], -1
 
     def take(
         self, layer_idx: int, streamed: IntArray

@@ -22,7 +22,8 @@ from prefetch_runtime.slot_buffers import SlotBuffers
 from prefetch_runtime.staging import StagingRing
 from prefetch_runtime.waves import worst_waves
 from tests.helpers.model_configs import QWEN3_30B
-from tests.helpers.small_cache import small_cache
+from tests.helpers.small_cache import LAYOUT as SMALL
+from tests.helpers.small_cache import RecordingCopier, small_cache
 
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K = 2, 12, 5, 2
@@ -103,13 +104,13 @@ def test_with_a_slot_for_each_expert_no_step_misses_after_a_preload(top_k: int) 
     assert audit(scheduler) == []
 
 
-def _with_ring(kind: type[Scheduler]) -> type[Scheduler]:
+def _with_ring(kind: type[Scheduler], layout: RecordLayout = LAYOUT) -> type[Scheduler]:
     """A scheduler whose staging ring has two rows a half, as on a CUDA device, here on the CPU."""
 
     class WithRing(kind):  # type: ignore[valid-type,misc]
         def _staging_of(self, _: LayerCache) -> StagingRing:
             if not self._staging:
-                halves = [SlotBuffers(2, LAYOUT, CPU) for _ in range(2)]
+                halves = [SlotBuffers(2, layout, CPU) for _ in range(2)]
                 self._staging[()] = StagingRing(halves)
             return self._staging[()]
 
@@ -242,6 +243,27 @@ def test_a_plan_knows_what_is_captured(experts: int) -> None:
         work = Workload(context=1, batch=batch, staging_slots=4)
         estimate = Planner(sizes, typical_gpu(24), work, rates).estimate(NUM_SLOTS)
         assert (estimate.mode == "full") == device.captures(batch, TOP_K), batch
+
+
+def test_copies_of_a_wide_step_that_failed_end_before_a_graph_may_use_their_ring() -> None:
+    copier = RecordingCopier()
+    cache = small_cache(
+        NUM_EXPERTS, NUM_SLOTS, num_layers=2, copier=copier, id_for_padding=0,
+        scheduler_class=_with_ring(DeviceScheduler, SMALL),
+    )  # fmt: skip
+    device = cache.scheduler
+    device.seal()
+    device.begin_step()
+    waves = device.expert_waves(0, torch.arange(NUM_EXPERTS, dtype=torch.int32).view(-1, 2))
+    next(waves)
+    waves.close()  # what computes the wave has failed; two halves of the ring are being filled
+    last = len(copier.jobs) - 1
+    assert last >= 2
+    assert ("wait", last) not in copier.log
+    device.begin_step()
+    assert copier.log[-1] == ("wait", last), "the last: copies follow each other"
+    device.begin_step()
+    assert copier.log.count(("wait", last)) == 1
 
 
 def test_what_a_failed_step_has_sent_ahead_is_forgotten() -> None:
