@@ -233,6 +233,7 @@ class DeviceScheduler(Scheduler):
         if self._is_torn:
             raise RuntimeError(TORN)
         self._decodes = decodes
+        self._join()  # of a step that failed; a replay joins nothing but its own branch
         # A replay may stream through the ring, on a stream of its own: what a step that failed has
         # left there is forgotten, and what still fills it ends first.
         for ring in self._staging.values():
@@ -297,8 +298,8 @@ class DeviceScheduler(Scheduler):
         return slot_ids
 
     def _join(self) -> None:
-        """Before a layer's wide step: what the layer before has predicted for it ends first. Only
-        where layers differ in top_k is one step wide in some layers alone."""
+        """Before a step, and before a layer's wide step: what the layer before has predicted ends
+        first. Only where layers differ in top_k is one step wide in some layers alone."""
         if self._branch is not None and self._branch.is_forked:
             self._branch.join()
 
