@@ -298,8 +298,8 @@ class DeviceScheduler(Scheduler):
         return slot_ids
 
     def _join(self) -> None:
-        """Before a step, and before a layer's wide step: what the layer before has predicted ends
-        first. Only where layers differ in top_k is one step wide in some layers alone."""
+        """Let compute wait for what is being prefetched. `fetch` does it by itself; not so a wide
+        step behind a narrow layer (where layers differ in top_k), nor one that failed."""
         if self._branch is not None and self._branch.is_forked:
             self._branch.join()
 
@@ -525,6 +525,7 @@ class DeviceScheduler(Scheduler):
     def reset(self) -> None:
         """Empty every slot and restart the counters. Between steps only."""
         self._copier.synchronize()
+        self._join()
         self.table.clear()
         self._is_torn = False
         self._restart_counters()

@@ -483,7 +483,8 @@ def test_a_forecast_for_a_layer_that_runs_in_waves_ends_before_them(how: str) ->
     assert device.stats().layers[1].prefetched > 0
 
 
-def test_a_prefetch_of_a_step_that_failed_ends_before_the_next_begins() -> None:
+@pytest.mark.parametrize("then", ["begin_step", "reset"])
+def test_a_prefetch_of_a_step_that_failed_ends_before_the_next_begins(then: str) -> None:
     # A replay joins its own branch alone, and would take for whole what is still being copied.
     device = _device()
     shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
@@ -493,7 +494,7 @@ def test_a_prefetch_of_a_step_that_failed_ends_before_the_next_begins() -> None:
     device.begin_step()
     device.fetch(0, _ids([1, 2]), guesses=lambda: torch.tensor([[9, 3, 4]]))
     assert branch.is_forked
-    device.begin_step()  # the next layer never ran
+    getattr(device, then)()  # the next layer never ran
     assert not branch.is_forked
     for layer_idx in range(NUM_LAYERS):
         device.fetch(layer_idx, _ids([9, 5]))
