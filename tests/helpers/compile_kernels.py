@@ -80,9 +80,10 @@ def ends_with_its_word(ptx: str) -> bool:
 
 
 def begins_early(ptx: str) -> bool:
-    """Whether the kernel waits for the one before it, and reads nothing that matters earlier."""
+    """Whether the kernel waits for the one before it, and does nothing earlier but fetch what it
+    reads again then (`ld.volatile.global`, which leaves nothing in a cache that would be stale)."""
     head, waits, _ = ptx.partition("griddepcontrol.wait")
-    return bool(waits) and "st.global" not in head and "atom" not in head
+    return bool(waits) and not any(does in head for does in ("ld.global", "st.global", "atom"))
 
 
 def not_early(ptx: str) -> bool:
