@@ -198,28 +198,8 @@ class HostStore:
         self._layers: dict[int, LayerStore] = {}
         # Page-locked layers that have been replaced, until their successors are pinned.
         self._replaced: dict[int, LayerStore] = {}
-        self._declared_bytes = 0
         self._limits_at_start: list[MemoryLimit] | None = None
         self._closed = False
-
-    def reserve_total(self, num_bytes: int) -> None:
-        """Declare what all layers will take together, so that it is checked once, before loading.
-
-        Sum `num_experts * layout.record_bytes` over the layers. Allocates nothing. Layers beyond
-        what was declared are checked one by one, as all are when nothing was declared.
-
-        Raises:
-            ValueError: not positive.
-            RuntimeError: layers have been added already.
-            HostMemoryError: more than the machine, a cgroup or RLIMIT_MEMLOCK leaves.
-        """
-        self._check_open()
-        if num_bytes < 1:
-            raise ValueError(f"the total to reserve must be positive, got {num_bytes}")
-        if self._layers:
-            raise RuntimeError("declare the total before the first layer is added")
-        self._check_total(num_bytes, "the experts of all layers")
-        self._declared_bytes = num_bytes
 
     def add_layer(self, layer_idx: int, num_experts: int, layout: RecordLayout) -> LayerStore:
         """Room for the experts of a layer, all zero until written.
@@ -295,7 +275,7 @@ class HostStore:
         layer = self.layer(layer_idx)
         self._let_go_of_replaced(layer_idx)
         if self._pinner is not None and not layer.pinned:
-            layer._pin(self._pinner, max(self.total_bytes, self._declared_bytes))
+            layer._pin(self._pinner, self.total_bytes)
 
     def pin_all(self, progress: bool = True) -> None:
         """`pin` every layer, with a progress bar on standard error if asked."""
@@ -348,8 +328,7 @@ class HostStore:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
         nbytes = num_experts * layout.record_bytes
         # Layers that were added but not filled yet still look free, so the total counts as well.
-        if other_bytes + nbytes > self._declared_bytes:
-            self._check_total(other_bytes + nbytes, f"the experts up to layer {layer_idx}")
+        self._check_total(other_bytes + nbytes, f"the experts up to layer {layer_idx}")
         check_room(nbytes, self._limits(), f"the experts of layer {layer_idx}")
         return LayerStore(layer_idx, num_experts, layout)
 

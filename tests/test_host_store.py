@@ -140,24 +140,7 @@ def test_unknown_names_and_numbers_are_errors() -> None:
         assert [layer.layer_idx for layer in store.layers] == [3]
 
 
-def test_the_declared_total_is_checked_once_before_anything_is_allocated() -> None:
-    store = HostStore(pinning=False, limits=room_of(3 * GIB))
-    with pytest.raises(
-        HostMemoryError,
-        match=r"the experts of all layers need 3\.50 GiB of host memory, but only 3\.00 GiB are "
-        r"left by a limit; use less",
-    ):
-        store.reserve_total(7 * GIB // 2)
-    store.reserve_total(3 * GIB)
-    for layer_idx in range(3):
-        store.add_layer(layer_idx, 1024, layout_of(MIB))
-    assert store.total_bytes == 3 * GIB
-    with pytest.raises(HostMemoryError, match=r"up to layer 3 need 3\.00 GiB"):
-        store.add_layer(3, 1, layout_of(256))
-    store.close()
-
-
-def test_without_a_declared_total_unfilled_layers_count_too() -> None:
+def test_layers_that_are_not_filled_yet_count_too() -> None:
     """Memory that was handed out but not written yet still looks available."""
     store = HostStore(pinning=False, limits=room_of(GIB))
     store.add_layer(0, 600, layout_of(MIB))
@@ -170,26 +153,19 @@ def test_without_a_declared_total_unfilled_layers_count_too() -> None:
 def test_memory_that_others_took_meanwhile_is_noticed() -> None:
     left = [4 * GIB]
     store = HostStore(pinning=False, limits=lambda: room_of(left[0])())
-    store.reserve_total(2 * GIB)
+    store.add_layer(0, 1, layout_of(MIB))
     left[0] = GIB // 2
-    with pytest.raises(HostMemoryError, match=r"layer 0 need 1\.00 GiB.* only 0\.50 GiB"):
-        store.add_layer(0, 1024, layout_of(MIB))
+    with pytest.raises(HostMemoryError, match=r"layer 1 need 1\.00 GiB.* only 0\.50 GiB"):
+        store.add_layer(1, 1024, layout_of(MIB))
     store.close()
 
 
 def test_an_enforced_lock_limit_is_an_error_only_where_memory_is_pinned() -> None:
     with pytest.raises(HostMemoryError, match=r"RLIMIT_MEMLOCK allows 1\.00 MiB"):
-        HostStore(host_pages=FakePages(limit=0), memlock=lambda: MIB).reserve_total(2 * MIB)
-    HostStore(pinning=False, memlock=lambda: MIB).reserve_total(2 * MIB)
-
-
-def test_a_total_must_be_positive_and_come_first() -> None:
-    with HostStore(pinning=False) as store:
-        with pytest.raises(ValueError, match="must be positive, got 0"):
-            store.reserve_total(0)
-        store.add_layer(0, 1, LAYOUT)
-        with pytest.raises(RuntimeError, match="before the first layer"):
-            store.reserve_total(MIB)
+        HostStore(host_pages=FakePages(limit=0), memlock=lambda: MIB).add_layer(
+            0, 2, layout_of(MIB)
+        )
+    HostStore(pinning=False, memlock=lambda: MIB).add_layer(0, 2, layout_of(MIB))
 
 
 def test_pinning_counts_bytes_and_gives_device_addresses() -> None:
@@ -304,7 +280,6 @@ def test_a_replacement_that_does_not_fit_leaves_the_layer_as_it_was() -> None:
     left = [4 * GIB]
     api = FakePages()
     with HostStore(host_pages=api, limits=lambda: room_of(left[0])()) as store:
-        store.reserve_total(GIB)
         layer = store.add_layer(0, 4, layout_of(MIB))
         store.pin(0)
         left[0] = MIB
