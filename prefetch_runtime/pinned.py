@@ -138,6 +138,7 @@ class Pinner:
     def __init__(self, pages_api: HostPages) -> None:
         self._api = pages_api
         self._pinned: dict[int, int] = {}
+        self._is_limit_known = False
 
     @property
     def pinned_bytes(self) -> int:
@@ -148,14 +149,15 @@ class Pinner:
         """Find out now, not after the weights are loaded, whether RLIMIT_MEMLOCK applies.
 
         NVIDIA's Linux driver does not charge what it pins to that limit, other platforms may; so a
-        range just over the limit is page-locked for a try.
+        range just over the limit is page-locked for a try, once.
 
         Raises:
             HostMemoryError: the limit is too small, and it is enforced.
         """
-        if limit is None or needed_bytes <= limit:
+        if limit is None or needed_bytes <= limit or self._is_limit_known:
             return
         if limit >= _PROBE_AT_MOST_BYTES:
+            self._is_limit_known = True
             logger.warning(
                 "RLIMIT_MEMLOCK is %s, less than the %s to page-lock", gib(limit), gib(needed_bytes)
             )
@@ -170,6 +172,7 @@ class Pinner:
                 "(docker run --ulimit memlock=-1:-1) or grant CAP_IPC_LOCK"
             ) from error
         self._api.unregister(probe.address)
+        self._is_limit_known = True
 
     def pin(self, pages: Pages, what: str, planned_bytes: int) -> int:
         """Page-lock `pages` and return their device address. Fill them first: it is faster.

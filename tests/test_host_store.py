@@ -168,6 +168,23 @@ def test_an_enforced_lock_limit_is_an_error_only_where_memory_is_pinned() -> Non
     HostStore(pinning=False, memlock=lambda: MIB).add_layer(0, 2, layout_of(MIB))
 
 
+@pytest.mark.parametrize("limit", [MIB, 2 * GIB])
+def test_a_lock_limit_that_nobody_enforces_is_found_out_once(
+    limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+
+    class Noting(FakePages):
+        def register(self, address: int, nbytes: int) -> None:
+            tried.append(nbytes)
+            super().register(address, nbytes)
+
+    with HostStore(host_pages=Noting(), limits=room_of(9 * GIB), memlock=lambda: limit) as store:
+        for layer_idx in range(3):
+            store.add_layer(layer_idx, 3 * GIB // MIB, layout_of(MIB))
+    assert len(tried) + len(caplog.records) == 1
+
+
 def test_pinning_counts_bytes_and_gives_device_addresses() -> None:
     api = FakePages()
     with HostStore(host_pages=api) as store:

@@ -188,6 +188,13 @@ def test_a_lock_limit_that_is_enforced_is_found_before_loading() -> None:
     assert not api.registered
 
 
+def test_a_lock_limit_that_is_enforced_refuses_every_time() -> None:
+    pinner = Pinner(FakePages(limit=MIB))
+    for _ in range(2):
+        with pytest.raises(HostMemoryError, match="RLIMIT_MEMLOCK"):
+            pinner.check_lock_limit(3 * GIB, MIB)
+
+
 @pytest.mark.parametrize("limit", [MIB, None, 4 * GIB], ids=["not enforced", "none", "wide"])
 def test_a_lock_limit_that_does_not_bind_stops_nobody(limit: int | None) -> None:
     api = FakePages()
