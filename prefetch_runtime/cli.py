@@ -231,9 +231,11 @@ def serve(
     command = [sys.executable, "-P", "-m", "prefetch_runtime.vllm.serve"]
     if config.enabled and config.metrics:
         command.append("--metrics")
-    if config.enabled and config.save_table is not None:
-        command.append("--saves")
-    command += ["serve", model, *passed_on]
+    command += ["serve", model]
+    if config.enabled and config.save_table is not None and "--shutdown-timeout" not in of_file:
+        # By itself vLLM kills its engine at once. What is passed on comes later, and wins.
+        command += ["--shutdown-timeout", str(SAVE_S)]
+    command += passed_on
     if config.enabled:
         if any(option_name(argument) == "--worker-cls" for argument in passed_on):
             raise ConfigError(
@@ -269,6 +271,8 @@ def _check_model(model: str, config: PrefetchConfig, for_vllm: Sequence[str]) ->
     )
 
 
+SAVE_S = 5
+"""Seconds that vLLM gives its engine to end by itself where what was learned is to be written."""
 _OF_A_PREDICTOR = (
     "predictor_widen",
     "predictor_table",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,28 +120,28 @@ class TestServe:
         return command[5:]
 
     @pytest.mark.parametrize(
-        ("settings", "ours"),
+        ("settings", "given", "passed"),
         [
-            ({"predictor": "frequency", "save_table": "t.npz"}, ["--saves"]),
-            (
-                {"predictor": "frequency", "save_table": "t.npz", "metrics": True},
-                ["--metrics", "--saves"],
-            ),
-            ({"predictor": "frequency"}, []),
-            ({"predictor": "frequency", "save_table": "t.npz", "slots_per_layer": 0}, []),
+            ({"save_table": "t.npz"}, [], ["5"]),
+            ({"save_table": "t.npz"}, ["--shutdown-timeout", "60"], ["5", "60"]),  # the last wins
+            ({}, [], []),
+            ({"save_table": "t.npz", "slots_per_layer": 0}, [], []),
         ],
     )
-    def test_a_table_is_given_time_to_be_written(
+    def test_an_engine_that_saves_what_it_learned_is_given_time_to_end(
         self,
         run: Callable[..., Ran],
         executed: list[list[str]],
         settings: dict[str, Any],
-        ours: list[str],
+        given: list[str],
+        passed: list[str],
     ) -> None:
-        additional = json.dumps({"prefetch_runtime": {"slots_per_layer": 48, **settings}})
-        run("serve", HUB, "--additional-config", additional)
-        ((_, *command),) = executed
-        assert command[: len(ours) + 4] == [*START[1:-1], *ours, "serve"]
+        of_cache = {"slots_per_layer": 48, "predictor": "frequency", **settings}
+        additional = json.dumps({"prefetch_runtime": of_cache})
+        run("serve", HUB, "--additional-config", additional, *given)
+        ((*command,),) = executed
+        seconds = [b for a, b in pairwise(command) if a == "--shutdown-timeout"]
+        assert seconds == passed
 
     def test_the_settings_become_worker_class_and_additional_config(
         self, run: Callable[..., Ran], executed: list[list[str]]

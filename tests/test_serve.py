@@ -38,13 +38,6 @@ def main():
         for options in ({}, {"timeout_graceful_shutdown": 60}):
             config = uvicorn.Config(None, port=1, **options)
             print(config.port, config.timeout_graceful_shutdown, flush=True)
-    if what == "engine":
-        from vllm.v1.engine.utils import CoreEngineProcManager
-        manager = CoreEngineProcManager()
-        manager.shutdown(timeout=0)
-        manager.shutdown(100)
-        manager.shutdown()
-        sys.stdout.flush()
     if what == "wait":
         time.sleep(60)
     if what in ("refuse", "recover"):  # as a worker, which is another process
@@ -62,25 +55,14 @@ def main():
 """
 
 
-ENGINES = """
-class CoreEngineProcManager:
-    def shutdown(self, timeout=None):
-        print(timeout)
-"""
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
     """Starts the module around a stand-in for vLLM's command."""
     package = tmp_path / "path" / "vllm" / "entrypoints" / "cli"
-    engine = package.parents[1] / "v1" / "engine"
-    for folder in (package, engine):
-        folder.mkdir(parents=True)
-        for each in (folder, folder.parent):
-            (each / "__init__.py").touch()
-    (package.parents[1] / "__init__.py").touch()
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
     (package / "main.py").write_text(COMMAND)
-    (engine / "utils.py").write_text(ENGINES)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
@@ -197,22 +179,6 @@ def test_the_http_server_of_a_cache_does_not_wait_for_clients_that_stay(
 ) -> None:
     out, _ = start("serve", "http", *options).communicate(timeout=60)
     assert out.splitlines()[1:] == [f"1 {seconds}", "1 60"]
-
-
-@pytest.mark.parametrize(
-    ("ours", "seconds"),
-    [
-        (["--saves"], [serve.SAVE_S, 100, None]),
-        (["--metrics", "--saves"], [serve.SAVE_S, 100, None]),
-        (["--metrics"], [0, 100, None]),
-    ],
-)
-def test_an_engine_that_saves_what_it_learned_is_not_killed_at_once(
-    ours: list[str], seconds: list[int | None], start: Callable[..., "subprocess.Popen[str]"]
-) -> None:
-    process = start(*ours, "serve", "engine", "--worker-cls", WORKER_CLS)
-    out, err = process.communicate(timeout=60)
-    assert out.splitlines()[1:] == [str(second) for second in seconds], err
 
 
 @pytest.mark.parametrize(

@@ -444,13 +444,6 @@ class TestWorkerAndRunner:
             "save_sharded_state", "save_tensorized_model",
         )  # fmt: skip
 
-    def test_the_engines_process_is_ended_by_one_method_within_a_time(self, vllm: Source) -> None:
-        path, manager = "v1/engine/utils.py", "CoreEngineProcManager"
-        assert parameters(vllm.function(path, "shutdown", manager)) == ["self", "timeout"]
-        for caller in ("v1/engine/core_client.py", "entrypoints/cli/serve.py"):
-            text = text_of(vllm.tree(caller))
-            assert "engine_manager.shutdown(timeout=" in text, caller
-
     @pytest.mark.parametrize("path", RUNNERS)
     def test_a_runner_has_the_methods_that_are_extended(self, path: str, vllm: Source) -> None:
         require(

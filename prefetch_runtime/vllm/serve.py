@@ -1,6 +1,6 @@
 """`vllm serve` in this process, with what the expert cache needs around it.
 
-    python -m prefetch_runtime.vllm.serve [--metrics] [--saves] serve MODEL [options of vllm serve]
+    python -m prefetch_runtime.vllm.serve [--metrics] serve MODEL [options of vllm serve]
 
 vLLM's processes import this module again, so it imports nothing of vLLM's before it runs.
 """
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from importlib import metadata
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from prefetch_runtime.refusals import collected
 
 HANG_UP_S = 3
 """Seconds that open connections have left once vLLM's engine has ended."""
-SAVE_S = 30
-"""Seconds that the engine has to end by itself, where it writes what was learned."""
 
 
 @contextmanager
@@ -60,23 +57,6 @@ def hang_up_at_the_end() -> None:
         init(self, *args, **{"timeout_graceful_shutdown": HANG_UP_S, **kwargs})
 
     uvicorn.Config.__init__ = bounded  # type: ignore[method-assign]
-
-
-def let_the_engine_end() -> None:
-    """Have vLLM wait up to `SAVE_S` for the engine that it has told to end.
-
-    By default (`--shutdown-timeout 0`) it kills the engine at once, before a worker has written
-    anything. An engine that has aborted its requests takes a second or two.
-    """
-    from vllm.v1.engine.utils import CoreEngineProcManager
-
-    shutdown: Any = CoreEngineProcManager.shutdown
-
-    @wraps(shutdown)
-    def patient(self: Any, timeout: float | None = None) -> None:
-        shutdown(self, None if timeout is None else max(timeout, SAVE_S))
-
-    CoreEngineProcManager.shutdown = patient
 
 
 def end_with_the_terminal() -> None:
@@ -140,15 +120,13 @@ def refusal_last() -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> None:
     """Run vLLM's command on `arguments`; it ends the process as it would have by itself."""
-    ours = set(takewhile(("--metrics", "--saves").__contains__, arguments))
-    sys.argv = ["vllm", *arguments[len(ours) :]]
+    with_metrics = arguments[:1] == ["--metrics"]
+    sys.argv = ["vllm", *arguments[with_metrics:]]
     sys.meta_path.append(VllmCpuFinder())  # last: a real `vllm` is found first
-    with metrics_folder() if "--metrics" in ours else nullcontext(), refusal_last():
+    with metrics_folder() if with_metrics else nullcontext(), refusal_last():
         if WORKER_CLS in arguments:  # without the cache the server is vLLM's own
             hang_up_at_the_end()
             end_with_the_terminal()
-        if "--saves" in ours:
-            let_the_engine_end()
         # Not before the variable is set: prometheus_client looks at it when it is imported.
         from vllm.entrypoints.cli.main import main as vllm_main
 

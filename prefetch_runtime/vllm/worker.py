@@ -19,6 +19,7 @@ from prefetch_runtime.metrics import MetricsPublisher, check_multiprocess_mode, 
 from prefetch_runtime.pinned import HostMemoryError
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.refusals import told
+from prefetch_runtime.table_saver import TableSaver
 from prefetch_runtime.trace import save_trace
 from prefetch_runtime.vllm import routed_experts
 from prefetch_runtime.vllm.checkpoint import CheckpointError, check_sizes, explained
@@ -74,6 +75,7 @@ class PrefetchWorker(BaseWorker):
 
     prefetch_engine: PrefetchEngine | None = None
     prefetch_metrics: MetricsPublisher | None = None
+    prefetch_saver: TableSaver | None = None
 
     @told(*REFUSALS)
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +140,7 @@ class PrefetchWorker(BaseWorker):
             self.prefetch_engine.scheduler.reset()
             self.prefetch_engine.learn_anew()
             self.prefetch_engine.preload()
+            self._keep_what_is_learned()
             if self.prefetch_config.metrics:
                 self.prefetch_metrics = start_metrics(self.prefetch_engine.scheduler, self.device)
         return times
@@ -147,20 +150,20 @@ class PrefetchWorker(BaseWorker):
         if self.prefetch_metrics is not None:
             self.prefetch_metrics.close()
         try:
-            self._save_what_was_learned()
+            if self.prefetch_saver is not None:
+                self.prefetch_saver.close()
         finally:
             try:
                 super().shutdown()
             finally:
                 self._close_cache()
 
-    def _save_what_was_learned(self) -> None:
-        """Where the settings say so, unless the start was cut short."""
+    def _keep_what_is_learned(self) -> None:
+        """Where the settings say so, from now on."""
         path = self.prefetch_config.save_table
         learned = None if self.prefetch_engine is None else self.prefetch_engine.learned
         if path is not None and learned is not None:
-            learned.save(Path(path))
-            logger.info("Expert cache: what the predictor has learned is in %s", path)
+            self.prefetch_saver = TableSaver(learned, Path(path))
 
     def _close_cache(self) -> None:
         if self.prefetch_engine is not None:

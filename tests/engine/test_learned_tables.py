@@ -69,11 +69,13 @@ def test_the_predictor_begins_with_its_table_whatever_the_warm_up_routed(
     engine._prefetcher.observe(0, IDS)
     with pytest.raises(UnsupportedError, match="nothing is learned that could be saved"):
         worker.prefetch_save_table(str(tmp_path / "early.npz"))
-    worker._save_what_was_learned()
+    worker._keep_what_is_learned()
+    assert worker.prefetch_saver is None
     assert [path.name for path in tmp_path.iterdir()] == ["before.npz"], "nothing before the start"
     engine.learn_anew()
+    worker._keep_what_is_learned()
     engine._prefetcher.observe(2, IDS)
-    worker._save_what_was_learned()
+    worker.prefetch_saver.close()
     worker.prefetch_save_table(str(tmp_path / "asked.npz"))
     for name in ("after", "asked"):
         counts = FrequencyPredictor.load(tmp_path / f"{name}.npz", SHAPE).counts
@@ -85,7 +87,8 @@ def test_a_predictor_without_a_table_saves_none(tmp_path: Path) -> None:
     engine.seal(torch.nn.Module())
     engine.learn_anew()
     for worker in (_worker(engine), _worker(None), _worker(_engine("none"))):
-        worker._save_what_was_learned()
+        worker._keep_what_is_learned()
+        assert worker.prefetch_saver is None
         with pytest.raises(UnsupportedError, match=r"to transition or frequency"):
             worker.prefetch_save_table(str(tmp_path / "t.npz"))
     assert list(tmp_path.iterdir()) == []
@@ -100,6 +103,7 @@ def test_a_table_is_written_before_vllm_shuts_down_even_if_that_fails(
     closed: list[bool] = []
     worker = _worker(engine, tmp_path / "after.npz")
     worker._close_cache = lambda: closed.append(True)
+    worker._keep_what_is_learned()
 
     def shutdown(_: Any) -> None:
         assert (tmp_path / "after.npz").is_file()
