@@ -1040,7 +1040,7 @@ class TestServers:
             {"model": "some.gguf", "engines": [], "servers": found, "batches": [1]}
         )
         row = measured("s", None, 1, 4.0)
-        monkeypatch.setattr(servers, "reach", lambda _: None)
+        monkeypatch.setattr(servers, "reach", lambda server: server)
         monkeypatch.setattr(servers, "measure", lambda *_, **__: row)
         done = Session(config, CPU, tmp_path).run()
         assert [r["status"] for r in done.rows] == ["ok"]
@@ -1055,6 +1055,7 @@ class TestServers:
             (404, b"", "is no OpenAI-compatible server"),
             (200, b"<html>", "is no OpenAI-compatible server"),
             (200, b'{"data": 3}', "is no OpenAI-compatible server"),
+            (200, b'{"data": ["m"]}', "is no OpenAI-compatible server"),
             (200, b'{"data": [{"id": "other"}]}', "serves other, not m"),
             (200, b'{"data": [{"id": "m"}]}', None),
         ],
@@ -1062,6 +1063,30 @@ class TestServers:
     def test_a_port_that_something_else_holds_is_said(
         self, status: int, body: bytes, why: str | None
     ) -> None:
+        found = self.reached(status, body)
+        assert found.tokenizer is None if why is None else why in found
+
+    def test_the_tokenizer_is_that_of_the_model_behind_the_served_name(
+        self, tmp_path: Path
+    ) -> None:
+        for root, tokenizer in (
+            ("owner/name", "owner/name"),
+            (str(tmp_path), str(tmp_path)),
+            (str(tmp_path / "elsewhere"), None),
+            (None, None),
+            ("", None),
+        ):
+            body = json.dumps({"data": [{"id": "n", "root": "x"}, {"id": "m", "root": root}]})
+            found = self.reached(200, body.encode())
+            assert found.tokenizer == tokenizer
+            command = servers.command_of(found, config_of(), 1, tmp_path)
+            named = [command[command.index(at) + 1] for at in ("--model", "--served-model-name")]
+            assert named == [tokenizer or "m", "m"]
+        body = json.dumps({"data": [{"id": "m", "root": "owner/name"}]})
+        given = self.reached(200, body.encode(), tokenizer="mine")
+        assert given.tokenizer == "mine"
+
+    def reached(self, status: int, body: bytes, **more: str) -> Any:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(status)
@@ -1074,9 +1099,10 @@ class TestServers:
         with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
             thread = threading.Thread(target=listening.handle_request)
             thread.start()
-            found = servers.reach(self.server(f"http://127.0.0.1:{listening.server_port}"))
+            server = self.server(f"http://127.0.0.1:{listening.server_port}")
+            found = servers.reach(server.model_copy(update=more))
             thread.join()
-        assert (found is None) if why is None else (why in str(found))
+        return found
 
     def measured(
         self, result: str | None, status: int | None, tmp_path: Path, monkeypatch: Any

@@ -182,7 +182,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(offline, "_run", _generated)
     monkeypatch.setattr(environment, "look_around", _looked_around)
     monkeypatch.setattr(sessions, "run_case", _ran)
-    monkeypatch.setattr(servers, "reach", lambda _: None)
+    monkeypatch.setattr(servers, "reach", lambda server: server)
     monkeypatch.setattr(servers, "measure", lambda *_, **__: {**_TIMES, "status": "ok"})
     monkeypatch.setattr(routing, "_STEPS", 16)
     served = {"qwen3-30b-a3b": shape_config("qwen3-30b-a3b")}

@@ -96,7 +96,8 @@ class Server(BaseModel):
     model: str = Field(min_length=1, max_length=500)
     """The name under which the server serves it."""
     tokenizer: str | None = None
-    """A folder or hub name; None: that of `model`."""
+    """A folder or hub name; None: that of the model behind `model`, where the server tells, else of
+    `model`."""
 
 
 class BenchConfig(BaseModel):
@@ -155,7 +156,7 @@ class BenchConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     """Of generated routing and of a server's prompts."""
     servers: list[Server] = []
-    """Running servers: `name`, `url`, `model` and, where it is another, `tokenizer` of each."""
+    """Running servers: `name`, `url`, `model` and, where the server does not tell, `tokenizer`."""
 
     @model_validator(mode="after")
     def _check(self) -> "BenchConfig":

@@ -18,23 +18,32 @@ _ANSWER_S = 10.0
 _MOST_BYTES = 4 << 20
 
 
-def reach(server: Server) -> str | None:
-    """Why a server cannot be measured; None: it answers as such a server does."""
+def reach(server: Server) -> Server | str:
+    """The server as it can be measured, or why it cannot.
+
+    vLLM says which model stands behind the name that it serves it by: where no tokenizer was
+    given, it is that model's.
+    """
     url = server.url.rstrip("/") + "/v1/models"
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
             found = json.loads(answer.read(_MOST_BYTES))
-        names = [str(model["id"]) for model in found["data"]]
+        served = {str(model["id"]): model.get("root") for model in found["data"]}
     except urllib.error.HTTPError as error:
         return f"what answers at {server.url} is no OpenAI-compatible server ({url}: {error.code})"
-    except (ValueError, KeyError, TypeError, http.client.HTTPException):
+    except (ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException):
         return f"what answers at {server.url} is no OpenAI-compatible server ({url} is no list)"
     except OSError as error:
         reason = getattr(error, "reason", error)
         return f"{server.url} cannot be reached: {reason}"
-    if server.model not in names:
-        return f"{server.url} serves {', '.join(names)[:200] or 'nothing'}, not {server.model}"
-    return None
+    if server.model not in served:
+        return f"{server.url} serves {', '.join(served)[:200] or 'nothing'}, not {server.model}"
+    root = served[server.model]
+    if server.tokenizer is not None or not isinstance(root, str) or not root:
+        return server
+    if Path(root).is_absolute() and not Path(root).is_dir():  # a folder of the server's machine
+        return server
+    return server.model_copy(update={"tokenizer": root})
 
 
 def command_of(server: Server, config: BenchConfig, batch: int, folder: Path) -> list[str]:

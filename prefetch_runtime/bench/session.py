@@ -15,7 +15,7 @@ from typing import Any
 from prefetch_runtime.bench import servers
 from prefetch_runtime.bench.cases import Case, cases_of, check_lengths, engine_spec, refusal
 from prefetch_runtime.bench.child import Interrupted, Outcome, Turn, end_all, end_kept, run_case
-from prefetch_runtime.bench.config import BenchConfig
+from prefetch_runtime.bench.config import BenchConfig, Server
 from prefetch_runtime.bench.environment import has_gpu, identity
 from prefetch_runtime.bench.interrupts import interrupts
 from prefetch_runtime.bench.results import (
@@ -323,7 +323,7 @@ class Session:
     def _run_servers(self) -> None:
         for server in self.config.servers:
             keys = {b: _digest(f"{server!r} {self._work()} {b}".encode()) for b in self._batches()}
-            why_not = None
+            reached: Server | str | None = None
             for batch, key in keys.items():
                 found = self.store.find(key, retry=True)
                 row: Row = {"engine": server.name, "slots": None, "batch": batch, "key": key}
@@ -331,13 +331,13 @@ class Session:
                     self._take(found)
                     continue
                 self._on_case(f"{server.name} at {server.url}, batch {batch}")
-                why_not = why_not or servers.reach(server)
-                if why_not is not None:
-                    row |= {"status": "failed", "reason": why_not}
+                reached = reached or servers.reach(server)
+                if isinstance(reached, str):
+                    row |= {"status": "failed", "reason": reached}
                 else:
                     log = self.folder / f"server-{_digest(server.name.encode())}.log"
                     row |= servers.measure(
-                        server, self.config, batch, limit_s=self.config.limit_s, log=log
+                        reached, self.config, batch, limit_s=self.config.limit_s, log=log
                     )
                 self._take(self.store.add(row))
 
