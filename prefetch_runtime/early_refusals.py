@@ -112,9 +112,10 @@ def refuse_taken_port(passed_on: Sequence[str]) -> None:
         elif name.startswith(("--po", "--ho", "--ud", "--headl", "--conf")):
             return  # abbreviated, said elsewhere, or no port at all
     port, host = given["--port"] or "8000", given["--host"]
-    if not (port.isascii() and port.isdecimal()) or (number := int(port)) == 0:
+    digits = port.lstrip("0")
+    if not (port.isascii() and port.isdecimal() and digits):
         return  # vLLM's own error, or any port that is free
-    if number >= 1 << 16:
+    if len(digits) > 5 or (number := int(digits)) >= 1 << 16:
         raise ConfigError(f"--port {port}: ports end at 65535; choose another --port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

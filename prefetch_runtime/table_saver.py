@@ -37,7 +37,15 @@ class TableSaver:
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join()
-            self._learned.save(self._path)
+            try:
+                self._learned.save(self._path)
+            except OSError as error:  # on a full disk it names no file
+                logger.error(
+                    "Expert cache: what the predictor has learned could not be written to %s: %s",
+                    self._path,
+                    error.strerror,
+                )
+                raise
             logger.info("Expert cache: what the predictor has learned is in %s", self._path)
 
     def _run(self) -> None:

@@ -614,8 +614,14 @@ class TestBadInput:
             line = f"port {port} is taken by a server that runs already; end that one, or choose"
             for where in (["--port", port], [f"--port={port}", "--host=127.0.0.1"]):
                 _refused(run(*serve, *where), line)
-            _refused(run(*serve, "--port", "65536"), "--port 65536: ports end at 65535")
-            for where in (["--port=0"], ["--port", "x"], ["--uds", "s", "--port", port]):
+            for beyond in ("65536", "9" * 5000):  # so many digits Python makes no number of
+                _refused(run(*serve, "--port", beyond), f"--port {beyond}: ports end at 65535")
+            for where in (
+                ["--port=0"],
+                ["--port=00"],
+                ["--port", "x"],
+                ["--uds", "s", "--port", port],
+            ):
                 early_refusals.refuse_taken_port(where)
             early_refusals.refuse_taken_port(["--port", port, "--config", "file.yaml"])
         early_refusals.refuse_taken_port(["--port", port])

@@ -79,6 +79,17 @@ def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
     saver.close()
     path.unlink()
     path.parent.rmdir()
+
+
+def test_a_table_that_cannot_be_written_in_the_end_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learned, path = FrequencyPredictor(SHAPE), tmp_path / "missing" / "t.npz"
     saver = TableSaver(learned, path, every_s=3600)
     with pytest.raises(OSError, match="missing"):
         saver.close()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "Expert cache: what the predictor has learned could not be written to "
+        f"{path}: No such file or directory"
+    )
