@@ -1056,7 +1056,9 @@ class TestServers:
             (200, b"<html>", "is no OpenAI-compatible server"),
             (200, b'{"data": 3}', "is no OpenAI-compatible server"),
             (200, b'{"data": ["m"]}', "is no OpenAI-compatible server"),
+            (200, b"[" * 100_000, "is no OpenAI-compatible server"),
             (200, b'{"data": [{"id": "other"}]}', "serves other, not m"),
+            (200, b'{"data": [{"id": "\\ud800\\u001b"}]}', r"serves '\ud800\x1b', not m"),
             (200, b'{"data": [{"id": "m"}]}', None),
         ],
     )
@@ -1075,6 +1077,9 @@ class TestServers:
             (str(tmp_path / "elsewhere"), None),
             (None, None),
             ("", None),
+            ("--trust-remote-code", None),
+            ("a\0b", None),
+            ("\ud800", None),
         ):
             body = json.dumps({"data": [{"id": "n", "root": "x"}, {"id": "m", "root": root}]})
             found = self.reached(200, body.encode())

@@ -31,19 +31,28 @@ def reach(server: Server) -> Server | str:
         served = {str(model["id"]): model.get("root") for model in found["data"]}
     except urllib.error.HTTPError as error:
         return f"what answers at {server.url} is no OpenAI-compatible server ({url}: {error.code})"
-    except (ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException):
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, RecursionError),
+        http.client.HTTPException,
+    ):
         return f"what answers at {server.url} is no OpenAI-compatible server ({url} is no list)"
     except OSError as error:
         reason = getattr(error, "reason", error)
         return f"{server.url} cannot be reached: {reason}"
     if server.model not in served:
-        return f"{server.url} serves {', '.join(served)[:200] or 'nothing'}, not {server.model}"
+        names = ", ".join(name if name.isprintable() else ascii(name) for name in served)
+        return f"{server.url} serves {names[:200] or 'nothing'}, not {server.model}"
     root = served[server.model]
-    if server.tokenizer is not None or not isinstance(root, str) or not root:
+    if server.tokenizer is not None or not isinstance(root, str) or not _is_a_name(root):
         return server
     if Path(root).is_absolute() and not Path(root).is_dir():  # a folder of the server's machine
         return server
     return server.model_copy(update={"tokenizer": root})
+
+
+def _is_a_name(root: str) -> bool:
+    """Whether a program can be given it and takes it for no option: a server may say anything."""
+    return root.isprintable() and not root.startswith("-") and bool(root)
 
 
 def command_of(server: Server, config: BenchConfig, batch: int, folder: Path) -> list[str]:
