@@ -25,20 +25,25 @@ Mode = Literal["full", "segmented", "eager", "resident"]
 has none for the batch."""
 
 # Of a step with every expert resident, what is not reading memory. Fitted to Qwen3-30B-A3B's shape
-# in vLLM on one H200: 4.08 ms for 48 layers, 2.05 and 3.10 ms for 16 at batch 1 and 8 as one graph,
-# 55.8 to 77 ms for 48 layers without graphs, where the host is what the GPU waits for.
+# in vLLM on one H200: 4.08 ms for 48 layers, 3.10 ms for 16 at batch 8 as one graph; without
+# graphs, where the host is what the GPU waits for, 50 to 125 ms for 48 layers and 27 for 16.
 GRAPH_STEP_US = 350.0
 GRAPH_LAYER_US = 45.0
-EAGER_LAYER_US = 1200.0
-# A layer that runs in waves, outside of any graph: 28 to 38 ms on top of the copies for 16 layers.
-WAVE_LAYER_US = 2000.0
+EAGER_LAYER_US = 1400.0
+# What the host takes for a step however little the GPU has to do: 16 layers in one graph took 1.4
+# to 2.7 ms at batch 1 in eight starts, with the cache and without.
+HOST_STEP_US = 1900.0
+# A layer that runs in waves, outside of any graph, on top of its copies, which hide the rest of the
+# host's time: 13 to 19 ms for 16 layers.
+WAVE_LAYER_US = 1000.0
 # Each wave but the first of an MoE layer inside a graph: some ten small kernels, with experts or
 # without; the experts themselves are in the resident step. 7.12 ms beside 4.27 in 48 layers of int4
-# experts that all hit, two waves, on one H200.
+# experts that all hit, two waves, on one H200; with misses, two to nine waves of 16 layers of bf16
+# experts, steps of 50 to 142 ms, it is 3 % off.
 GRAPH_WAVE_US = 59.0
 # Mode segmented: what each MoE layer takes on top of one graph, all hit, without prediction. 48
-# layers beside one H200's host: 52 us at batch 1, 69 at batch 8.
-SEGMENT_HOST_US = 52.0
+# layers beside one H200's host: 52 us at batch 1, 69 at batch 8; 16 layers beside another: 76.
+SEGMENT_HOST_US = 65.0
 MEMORY_REACHED = 0.84
 """Share of a data sheet's memory bandwidth that a step reaches; from the same fit."""
 
@@ -256,8 +261,11 @@ class Planner:
         mode = self._mode(slots, waves)
         absent = demand.absent if mode != "resident" else 0.0
         missed = sizes.num_moe_layers * absent * sizes.expert_bytes
-        resident = self._resident_us(mode, demand.demanded, waves)
         copy = missed / (self.gpu.link_gbs * 1e3)
+        # The host prepares the next step meanwhile, and is no faster for a smaller model.
+        host = self._host_us(mode)
+        computed = self._resident_us(mode, demand.demanded, waves)
+        resident = max(computed, host - copy)
         return Estimate(
             slots_per_layer=slots,
             slot_bytes=sizes.slot_bytes(slots),
@@ -267,7 +275,7 @@ class Planner:
             resident_ms=resident / 1e3,
             copy_ms=copy / 1e3,
             tokens_per_s=batch * 1e6 / (resident + copy),
-            tokens_per_s_at_best=batch * 1e6 / max(resident, copy),
+            tokens_per_s_at_best=batch * 1e6 / max(computed, copy, host),
         )
 
     def plan(self, *, target: float | None = None, ladder: bool = False) -> Plan:
@@ -359,11 +367,26 @@ class Planner:
         """Most experts that a step can demand of a layer; with as many slots it has no waves."""
         return min(self.workload.batch * self.sizes.top_k, self.sizes.num_experts)
 
+    def _host_us(self, mode: Mode) -> float:
+        """The least that a step takes, whatever the GPU does; 0 for a step that was given."""
+        if self.workload.resident_ms is not None:
+            return 0.0
+        if mode == "eager":
+            return EAGER_LAYER_US * self.sizes.num_layers
+        return HOST_STEP_US + self._beside_us(mode)
+
+    def _beside_us(self, mode: Mode) -> float:
+        """What the host adds between segments."""
+        if mode != "segmented":
+            return 0.0
+        host = SEGMENT_HOST_US if self.workload.host_us is None else self.workload.host_us
+        return self.sizes.num_moe_layers * host
+
     def _resident_us(self, mode: Mode, demanded: float, waves: int) -> float:
         sizes, workload = self.sizes, self.workload
-        host = SEGMENT_HOST_US if workload.host_us is None else workload.host_us
-        of_layer = {"segmented": host, "full": (waves - 1) * GRAPH_WAVE_US}
-        beside = sizes.num_moe_layers * of_layer.get(mode, 0.0)
+        beside = self._beside_us(mode)
+        if mode == "full":
+            beside += sizes.num_moe_layers * (waves - 1) * GRAPH_WAVE_US
         if workload.resident_ms is not None:
             return workload.resident_ms * 1e3 + beside
         read = (

@@ -29,10 +29,9 @@ from prefetch_runtime.waves import MOST_CAPTURED_WAVES, MOST_TOKENS_IN_WAVES
 
 CAVEAT = (
     "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 13 % where the GPU "
-    "bounds the step (48 layers resident, bf16 and int4) and where experts miss in one graph, up "
-    "to 35 % off where the host bounds it (few layers resident at batch 1 or 2, waves outside of "
-    "any graph, mode eager); misses in mode segmented and in waves inside a graph have not been "
-    "compared."
+    "bounds the step (48 layers resident, bf16, fp8 and int4) and where experts miss in one graph, "
+    "in waves or not; within 20 % where its host does (few layers at batch 1 or 2, mode eager), "
+    "but hosts differ by up to a factor of 2; misses in mode segmented have not been compared."
 )
 
 # How a step that may not fit is called in the column of modes.
@@ -70,8 +69,8 @@ def assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> dict[str,
         del found["GPU memory"]
     if workload.mode == "segmented":
         found["host"] = (
-            f"assumed: {SEGMENT_HOST_US:g} us at each MoE layer, as beside one H200 at batch 1 "
-            "without prediction"
+            f"assumed: {SEGMENT_HOST_US:g} us at each MoE layer, as beside one H200 without "
+            "prediction"
             if workload.host_us is None
             else f"{workload.host_us:g} us at each MoE layer, given"
         )
@@ -79,7 +78,7 @@ def assumptions(planners: Sequence[Planner], plans: Sequence[Plan]) -> dict[str,
     if any(estimate is not None and _has_captured_waves(estimate) for estimate in shown):
         found["waves"] = (
             f"assumed: {GRAPH_WAVE_US:g} us for each wave but the first of an MoE layer inside the "
-            "graph, as many as the worst routing needs; measured with two waves"
+            "graph, as many as the worst routing needs"
         )
     found["activations"] = "assumed: a tenth of what vLLM may use, graphs included"
     if sizes.notes:

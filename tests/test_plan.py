@@ -9,7 +9,7 @@ import pytest
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.hit_rates import Demand, create_hit_rates
 from prefetch_runtime.model_sizes import ModelSizes, model_sizes
-from prefetch_runtime.plan import CARDS, Gpu, Planner, Workload, rounded, typical_gpu
+from prefetch_runtime.plan import CARDS, Estimate, Gpu, Planner, Workload, rounded, typical_gpu
 from tests.helpers.model_configs import MIXTRAL, QWEN3_30B
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,11 +158,37 @@ class TestEstimate:
         "more",
         [{"batch": 65}, {"mode": "eager"}, {"mode": "segmented"}],
     )
-    def test_waves_outside_of_any_graph_take_2_ms_a_layer(self, more: dict[str, Any]) -> None:
+    def test_waves_outside_of_any_graph_hide_some_of_the_hosts_time_behind_copies(
+        self, more: dict[str, Any]
+    ) -> None:
         work = Workload(**{"context": 1, "batch": 16, **more})
-        found = Planner(QWEN, typical_gpu(24), work, Fixed(60, 0.5)).estimate(64)
-        assert found.waves > 1
-        assert found.resident_ms == pytest.approx(48 * 2.0)
+
+        def found(hit_rate: float) -> Estimate:
+            return Planner(QWEN, typical_gpu(24), work, Fixed(60, hit_rate)).estimate(64)
+
+        assert found(0.5).waves > 1
+        assert found(0.5).resident_ms == pytest.approx(48 * 1.0)
+        few = found(0.999)
+        assert 0 < few.copy_ms < 48 * 0.4
+        assert few.resident_ms + few.copy_ms == pytest.approx(48 * 1.4)
+
+    def test_a_step_takes_what_the_host_takes_however_small_the_model(self) -> None:
+        small = replace(QWEN, num_layers=4, num_moe_layers=4)
+
+        def of(hit_rate: float, **more: Any) -> Estimate:
+            work = Workload(context=1, **more)
+            return Planner(small, typical_gpu(141), work, Fixed(8, hit_rate)).estimate(64)
+
+        assert of(1.0).resident_ms == pytest.approx(1.9)
+        assert of(1.0, mode="segmented").resident_ms == pytest.approx(1.9 + 4 * 0.065)
+        assert of(1.0).tokens_per_s_at_best == pytest.approx(1e3 / 1.9)
+        some = of(0.9)  # beside copies the host goes on
+        assert 0 < some.copy_ms < 1.9
+        assert some.resident_ms + some.copy_ms == pytest.approx(1.9)
+        many = of(0.1)
+        assert many.tokens_per_s == pytest.approx(1e3 / (many.resident_ms + many.copy_ms))
+        assert many.resident_ms < 1.9
+        assert of(1.0, resident_ms=0.5).resident_ms == 0.5, "what was measured is taken as it is"
 
     @pytest.mark.parametrize(
         ("sizes", "mode", "batch", "slots", "hit_rate", "measured_ms"),
@@ -195,35 +221,41 @@ class TestEstimate:
         assert step_ms == pytest.approx(measured_ms, rel=0.35)
 
     @pytest.mark.parametrize(
-        ("batch", "slots", "demanded", "absent", "measured_ms"),
+        ("mode", "batch", "slots", "demanded", "absent", "measured_ms"),
         [
-            # Rows whose batch may not fit ran in waves outside of the graph then.
-            (1, 128, 8.0, 0.0, 1.43),
-            (2, 128, 14.0, 0.0, 2.11),
-            (4, 128, 23.7, 0.0, 2.39),
-            (8, 128, 37.0, 0.0, 2.64),
-            (16, 128, 55.3, 0.0, 3.37),
-            (32, 128, 77.0, 0.0, 4.10),
-            (1, 64, 8.0, 0.51, 3.03),
-            (2, 64, 14.0, 1.07, 4.78),
-            (4, 64, 23.7, 3.14, 11.42),
-            (8, 64, 37.0, 7.39, 24.52),
-            (16, 64, 55.3, 16.85, 84.22),
-            (32, 64, 77.0, 28.99, 112.98),
-            (1, 32, 8.0, 1.37, 5.49),
-            (2, 32, 14.0, 3.62, 12.56),
-            (4, 32, 23.6, 8.94, 28.23),
-            (8, 32, 37.4, 19.25, 84.72),
-            (16, 32, 55.5, 33.06, 119.86),
-            (32, 32, 77.3, 50.84, 171.96),
+            ("full", 1, 128, 8.0, 0.0, 2.14),
+            ("full", 2, 128, 14.0, 0.0, 2.06),
+            ("full", 4, 128, 23.7, 0.0, 2.28),
+            ("full", 8, 128, 37.0, 0.0, 2.65),
+            ("full", 16, 128, 55.3, 0.0, 3.34),
+            ("full", 32, 128, 77.0, 0.0, 4.11),
+            ("full", 1, 64, 8.0, 0.42, 2.86),
+            ("full", 2, 64, 14.0, 1.05, 4.78),
+            ("full", 4, 64, 23.7, 3.19, 11.46),
+            ("full", 8, 64, 37.0, 7.40, 24.55),
+            ("full", 16, 64, 55.3, 15.45, 49.84),
+            ("full", 32, 64, 77.0, 25.27, 78.22),
+            ("full", 1, 32, 8.0, 1.38, 5.55),
+            ("full", 2, 32, 14.0, 3.63, 12.47),
+            ("full", 4, 32, 23.6, 9.15, 28.96),
+            ("full", 8, 32, 37.4, 17.02, 52.91),
+            ("full", 16, 32, 55.5, 28.87, 90.47),
+            ("full", 32, 32, 77.3, 46.42, 141.88),
+            ("eager", 1, 64, 8.0, 0.57, 26.95),
+            ("eager", 2, 64, 14.0, 1.02, 28.50),
+            ("eager", 4, 64, 23.7, 3.26, 34.01),
+            ("eager", 8, 64, 37.0, 7.18, 35.89),
+            ("eager", 16, 64, 55.3, 15.51, 61.27),
+            ("eager", 32, 64, 77.0, 26.06, 84.79),
         ],
     )
-    def test_a_bench_run_in_mode_full_is_met_within_20_percent(
-        self, batch: int, slots: int, demanded: float, absent: float, measured_ms: float
+    def test_a_bench_run_is_met_within_20_percent(
+        self, mode: Any, batch: int, slots: int, demanded: float, absent: float, measured_ms: float
     ) -> None:
-        """16 layers, calibrated routing, one H200: benchmarks/README.md. Waves had no graphs."""
-        gpu = typical_gpu(141, memory_gbs=4060, link_gbs=54.7)
-        work = Workload(context=288, batch=batch, mode="full" if batch * 8 <= slots else "eager")
+        """16 layers, calibrated routing, one H200, absent experts as it counted them: the table of
+        benchmarks/README.md."""
+        gpu = typical_gpu(141, memory_gbs=4060, link_gbs=54.9)
+        work = Workload(context=160, batch=batch, mode=mode)
         rates = Fixed(demanded, 1 - absent / demanded)
         estimate = Planner(QWEN_16_LAYERS, gpu, work, rates).estimate(slots)
         step_ms = estimate.resident_ms + estimate.copy_ms
@@ -356,7 +388,7 @@ def test_estimates_keep_two_digits() -> None:
 class TestSegmented:
     def test_a_step_is_that_of_mode_full_and_the_hosts_time_at_each_layer(self) -> None:
         full = planner().estimate(38)
-        for host_us, waited_ms in ((None, 48 * 0.052), (0.0, 0.0), (100.0, 4.8)):
+        for host_us, waited_ms in ((None, 48 * 0.065), (0.0, 0.0), (100.0, 4.8)):
             found = planner(mode="segmented", host_us=host_us).estimate(38)
             assert found.mode == "segmented"
             assert found.resident_ms == pytest.approx(full.resident_ms + waited_ms)
