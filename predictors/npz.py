@@ -7,8 +7,8 @@ size checked, so a small file cannot claim a large memory.
 import ast
 import math
 import os
+import secrets
 import struct
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -87,19 +87,17 @@ def write_arrays(path: Path | str, **arrays: npt.NDArray[np.integer]) -> None:
         NpzError: what is there is no plain file.
         OSError: it cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays
     if path.exists() and not path.is_file():
         raise NpzError(f"{path} is no plain file, and is not replaced")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    file = beside.open("xb")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
+        beside.replace(path)
     except BaseException:
-        os.unlink(name)
+        beside.unlink()
         raise
 
 

@@ -111,7 +111,7 @@ def trace(
             engine_options=options,
             passed_on=more,
             before=[["prefetch_trace_start", max_trace_tokens, not no_next_gate]],
-            after=[["prefetch_trace_save", str(output.resolve())]],
+            after=[["prefetch_trace_save", str(output.absolute())]],
         )
     held = result.rpc["prefetch_trace_save"]
     out.print(

@@ -4,6 +4,7 @@ The worker's own checks (`vllm/checks.py`) stay: they see what vLLM makes of eve
 """
 
 import errno
+import os
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ def check_output(path: Path, named: str) -> None:
     Raises:
         ConfigError: it cannot, or something that is no plain file would be replaced.
     """
-    folder = path.resolve().parent
+    folder = Path(os.path.realpath(path)).parent  # which takes links that lead to themselves
     if not folder.is_dir():
         raise ConfigError(f"{named}: there is no folder {folder}")
     if path.exists() and not path.is_file():

@@ -673,6 +673,13 @@ class TestBadInput:
         ran = run(command[0], TINY, *command[1:], *given, option, str(tmp_path / file))
         _refused(ran, words, f"({option}): ")
 
+    def test_an_output_that_is_a_link_to_itself_is_one_that_can_be_replaced(
+        self, tmp_path: Path
+    ) -> None:
+        loop = tmp_path / "loop.npz"
+        loop.symlink_to(loop)
+        early_refusals.check_output(loop, "--out")
+
     @BOTH
     def test_a_dense_model(self, command: list[str], dense: str, run: Callable[..., Ran]) -> None:
         _refused(

@@ -223,3 +223,35 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
         write_arrays(pipe, a=np.arange(3))
     assert pipe.is_fifo()
     assert os.listdir(tmp_path) == ["pipe.npz"]
+
+
+def test_a_file_is_made_as_the_umask_says_without_touching_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:  # other threads make files meanwhile
+            patched.setattr(os, "umask", lambda _: pytest.fail("the umask is the whole process's"))
+            write_arrays(tmp_path / "a.npz", a=np.arange(3))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.npz").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name, target in (("old", "there/old.npz"), ("new", "there/new.npz")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "there" / "old.npz").write_bytes(b"")
+    for name in ("old", "new"):
+        write_arrays(tmp_path / name, a=np.arange(3))
+        assert (tmp_path / name).is_symlink()
+        assert read_arrays(tmp_path / "there" / f"{name}.npz", {"a": ANY_ROW})["a"].size == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old", "there"]
+
+
+def test_a_link_to_itself_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "loop.npz"
+    path.symlink_to(path)
+    write_arrays(path, a=np.arange(3))
+    assert read_arrays(path, {"a": ANY_ROW})["a"].size == 3
