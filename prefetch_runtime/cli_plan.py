@@ -7,13 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 
-from prefetch_runtime import doctor as machine_doctor
 from prefetch_runtime import plan_report
-from prefetch_runtime.config import ConfigError
+from prefetch_runtime.config import AUTO_MODE, ConfigError
 from prefetch_runtime.hit_rates import (
     HitRates,
     TraceHitRates,
@@ -171,6 +169,8 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Status 1: something keeps the runtime from serving here.
     """
+    from prefetch_runtime import doctor as machine_doctor  # imports torch
+
     with err.status("looking at this machine"):
         machine = machine_doctor.examine()
     report = machine_doctor.diagnose(machine)
@@ -218,7 +218,7 @@ def _staging_slots(asked: str) -> int | Literal["auto"]:
 
 
 def _mode(asked: str) -> Literal["full", "segmented", "eager"]:
-    mode = machine_doctor.AUTO_MODE if asked == "auto" else asked
+    mode = AUTO_MODE if asked == "auto" else asked
     if mode == "full":
         return "full"
     if mode == "segmented":
@@ -246,11 +246,14 @@ def _hit_rates(sizes: ModelSizes, batch: int, *, curve: str | None, trace: Path 
 
 def _gpus(gib: float | None, *, memory_gbs: float | None, link_gbs: float | None) -> list[Gpu]:
     """The GPU of a given size, or this machine's, measured, or one of each common size."""
-    if gib is not None or not torch.cuda.is_available():
-        return [
-            typical_gpu(size, memory_gbs=memory_gbs, link_gbs=link_gbs)
-            for size in ([gib] if gib is not None else [card.gib for card in CARDS])
-        ]
+    if gib is not None:
+        return [typical_gpu(gib, memory_gbs=memory_gbs, link_gbs=link_gbs)]
+    import torch
+
+    if not torch.cuda.is_available():
+        return [typical_gpu(card.gib, memory_gbs=memory_gbs, link_gbs=link_gbs) for card in CARDS]
+    from prefetch_runtime import doctor as machine_doctor
+
     facts = machine_doctor.gpu_facts()
     if facts.link_gbs is None or facts.memory_gbs is None:
         raise ConfigError(

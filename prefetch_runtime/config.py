@@ -49,6 +49,10 @@ def spelled(key: str) -> str:
     return f"'{key}' ({option})" if option else f"'{key}'"
 
 
+AUTO_MODE = "full"
+"""What mode `auto` means where graphs can be captured."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names the setting and the remedy."""
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from prefetch_runtime import __version__
+from prefetch_runtime.config import AUTO_MODE
 from prefetch_runtime.copier import CopyError, CopyJob, create_copier
+from prefetch_runtime.host_memory import MemoryLimit, gib, lock_limit, memory_limits
 from prefetch_runtime.host_store import HostStore, RecordLayout
-from prefetch_runtime.pinned import MemoryLimit, gib, lock_limit, memory_limits
 from prefetch_runtime.slot_buffers import SlotBuffers
 
-AUTO_MODE = "full"
 """The mode that "auto" is where it can run; elsewhere it is "eager"."""
 
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 34)

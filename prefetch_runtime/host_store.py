@@ -14,14 +14,8 @@ import torch
 from tqdm import tqdm
 
 from prefetch_runtime.cudart import HostPages, load_host_pages
-from prefetch_runtime.pinned import (
-    MemoryLimit,
-    Pages,
-    Pinner,
-    check_room,
-    lock_limit,
-    memory_limits,
-)
+from prefetch_runtime.host_memory import MemoryLimit, check_room, lock_limit, memory_limits
+from prefetch_runtime.pinned import Pages, Pinner
 
 _ALIGNMENT = 256
 

@@ -4,16 +4,16 @@ import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefetch_runtime.doctor import Machine, Report
+from prefetch_runtime.host_memory import MemoryLimit, gib, memory_limits
 from prefetch_runtime.model_refusals import refused_line
 from prefetch_runtime.model_sizes import ModelSizes
-from prefetch_runtime.pinned import MemoryLimit, gib, memory_limits
 from prefetch_runtime.plan import (
     GRAPH_WAVE_US,
     SEGMENT_HOST_US,
@@ -26,6 +26,9 @@ from prefetch_runtime.plan import (
 from prefetch_runtime.plan_levers import BetterBatch, levers
 from prefetch_runtime.shapes import SHAPES
 from prefetch_runtime.waves import MOST_CAPTURED_WAVES, MOST_TOKENS_IN_WAVES
+
+if TYPE_CHECKING:
+    from prefetch_runtime.doctor import Machine, Report  # imports torch
 
 CAVEAT = (
     "Estimates: compared only with Qwen3-30B-A3B's shape on one H200: within 13 % where the GPU "
@@ -217,7 +220,7 @@ def print_sizes(
         print_refusal(refused)
 
 
-def print_machine(machine: Machine, report: Report) -> None:
+def print_machine(machine: "Machine", report: "Report") -> None:
     """What was found, what would run, what is wrong."""
     _print_pairs(_facts(machine))
     out.print("modes", style="bold")
@@ -429,7 +432,7 @@ def start_command(
     return f"prefetch-runtime serve {model} {size}{mode}{ring}{kernel} {rest}"
 
 
-def _facts(machine: Machine) -> Iterator[tuple[str, str]]:
+def _facts(machine: "Machine") -> Iterator[tuple[str, str]]:
     yield "Python", machine.python
     for name, found in machine.versions.items():
         yield name, found or "not installed"

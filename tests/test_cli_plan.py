@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from prefetch_runtime import cli, cli_plan, doctor, early_refusals, model_shape, plan_report
 from prefetch_runtime.doctor import GpuFacts, Machine
+from prefetch_runtime.host_memory import MemoryLimit
 from prefetch_runtime.model_shape import MAX_CONFIG_BYTES, ModelError, load_config
-from prefetch_runtime.pinned import MemoryLimit
 from tests.helpers.model_configs import GPT_OSS_20B, QWEN3_30B
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,8 @@ from prefetch_runtime import doctor
 from prefetch_runtime.config import PrefetchConfig
 from prefetch_runtime.copier import CopyError, HostCopier
 from prefetch_runtime.doctor import GpuFacts, Machine, diagnose, examine
+from prefetch_runtime.host_memory import MemoryLimit
 from prefetch_runtime.model_refusals import SERVED_FORMATS
-from prefetch_runtime.pinned import MemoryLimit
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from prefetch_runtime.cudart import CudaError
+from prefetch_runtime.host_memory import HostMemoryError, MemoryLimit
 from prefetch_runtime.host_store import HostStore, RecordLayout
-from prefetch_runtime.pinned import HostMemoryError, MemoryLimit
 from tests.helpers.page_lock import is_page_locked
 
 GIB = 1 << 30

@@ -12,16 +12,15 @@ import pytest
 
 from prefetch_runtime import pinned
 from prefetch_runtime.cudart import CudaError
-from prefetch_runtime.pinned import (
+from prefetch_runtime.host_memory import (
     HostMemoryError,
     MemoryLimit,
-    Pages,
-    Pinner,
     check_room,
     gib,
     lock_limit,
     memory_limits,
 )
+from prefetch_runtime.pinned import Pages, Pinner
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from prefetch_runtime.checkpoint_files import INDEX, damaged_file, files_read
 from prefetch_runtime.config import ConfigError
 from prefetch_runtime.expert_tensors import misfit
-from prefetch_runtime.pinned import HostMemoryError
+from prefetch_runtime.host_memory import HostMemoryError
 
 _ALL = -1
 _WEIGHTS = ("weight", "qweight", "weight_packed")

@@ -15,8 +15,8 @@ from predictors import LEARNED
 from prefetch_runtime.audit import audit
 from prefetch_runtime.config import ConfigError, PrefetchConfig, spelled
 from prefetch_runtime.early_refusals import refuse_tables
+from prefetch_runtime.host_memory import HostMemoryError
 from prefetch_runtime.metrics import MetricsPublisher, check_multiprocess_mode, start_metrics
-from prefetch_runtime.pinned import HostMemoryError
 from prefetch_runtime.recorder import TraceRecorder
 from prefetch_runtime.refusals import told
 from prefetch_runtime.table_saver import TableSaver
