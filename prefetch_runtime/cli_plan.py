@@ -52,9 +52,17 @@ def plan(
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Tokens of a sequence; else what the model takes, <= 8192."),
+        typer.Option(
+            "--context",
+            "--max-model-len",
+            metavar="N",
+            help="Tokens of a sequence; else what the model takes, <= 8192.",
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded together.")] = 1,
+    batch: Annotated[
+        int,
+        typer.Option("--batch", "--max-num-seqs", metavar="N", help="Sequences decoded together."),
+    ] = 1,
     curve: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Hit rates: a published curve, or uniform."),

@@ -165,6 +165,14 @@ class TestPlan:
         assert default == run("plan", qwen, "--gpu-gib", "24", "--prefetch-mode", "full").out
         assert doctor.AUTO_MODE == "full"
 
+    def test_vllms_names_for_context_and_batch_are_taken_as_well(
+        self, run: Callable[..., Ran], qwen: str
+    ) -> None:
+        ours = run("plan", qwen, "--gpu-gib", "24", "--context", "2048", "--batch", "4", "--json")
+        its = ("--max-model-len", "2048", "--max-num-seqs", "4")
+        assert run("plan", qwen, "--gpu-gib", "24", *its, "--json").out == ours.out
+        assert json.loads(ours.out)["plans"]
+
     @pytest.mark.parametrize("gpu", [[], ["--gpu-gib", "24"]], ids=["sizes", "one"])
     def test_mode_segmented_says_what_it_assumes_of_the_host(
         self, gpu: list[str], run: Callable[..., Ran], qwen: str
