@@ -10,7 +10,7 @@ from predictors import LearnedPredictor
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 30.0
+EVERY_S = 10.0
 """Seconds between two looks at whether anything was learned."""
 
 
