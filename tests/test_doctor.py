@@ -159,7 +159,7 @@ class TestItAgreesWithTheRest:
     @pytest.mark.parametrize(
         ("is_cuda", "remedy"),
         [
-            (True, "use 'segmented', which takes every policy and predictor, or 'eager'"),
+            (True, "use 'segmented', which takes every policy and predictor, 'auto' or 'eager'"),
             (False, "use 'eager' or 'auto'"),
         ],
     )
@@ -184,34 +184,36 @@ class TestItAgreesWithTheRest:
     @pytest.mark.parametrize(
         "host_only", [{"policy": "forecast"}, {"predictor": "transition"}], ids=str
     )
-    def test_auto_names_the_mode_with_graphs_that_takes_what_full_does_not(
+    def test_auto_takes_the_mode_with_graphs_that_takes_what_full_does_not(
         self, host_only: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         checks = pytest.importorskip("prefetch_runtime.vllm.checks")
         from vllm.config import CUDAGraphMode
 
-        said: list[tuple[str, str]] = []
-        levels = {
-            level: lambda text, *a, level=level: said.append((level, text % a))
-            for level in ("info", "warning")
-        }
-        monkeypatch.setattr(checks, "logger", SimpleNamespace(**levels))
+        said: list[str] = []
+        logger = SimpleNamespace(info=lambda text, *a: said.append(text % a))
+        monkeypatch.setattr(checks, "logger", logger)
         config = PrefetchConfig(slots_per_layer=8, **host_only)
         graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-        for is_cuda, cudagraph_mode, level, words in (
-            (True, CUDAGraphMode.FULL_AND_PIECEWISE, "warning", "; mode 'segmented' has graphs"),
-            (True, CUDAGraphMode.NONE, "info", "mode 'full' decodes as"),
-            (False, CUDAGraphMode.NONE, "info", "mode 'full' needs a CUDA device"),
+        for is_cuda, cudagraph_mode, mode, words in (
+            (True, CUDAGraphMode.FULL_AND_PIECEWISE, "segmented", "works on the host"),
+            (True, CUDAGraphMode.NONE, "eager", "mode 'full' decodes as"),
+            (False, CUDAGraphMode.NONE, "eager", "mode 'full' needs a CUDA device"),
         ):
             platform = SimpleNamespace(is_cuda=lambda is_cuda=is_cuda: is_cuda, device_type="cpu")
             monkeypatch.setattr(checks, "current_platform", platform)
             graphs.cudagraph_mode = cudagraph_mode
             vllm_config = SimpleNamespace(compilation_config=graphs)
-            assert checks.choose_mode(vllm_config, config) == "eager"
-            assert said[-1][0] == level
-            assert words in said[-1][1]
-            assert words in checks.explain_mode("eager", vllm_config, config)
+            assert checks.choose_mode(vllm_config, config) == mode
+            assert said[-1].startswith(f"Expert cache: mode '{mode}', for mode 'full' ")
+            assert words in said[-1]
+            assert words in checks.explain_mode(mode, vllm_config, config)
         assert len(said) == 3
+        config = PrefetchConfig(slots_per_layer=8)
+        monkeypatch.setattr(platform, "is_cuda", lambda: True)
+        graphs.cudagraph_mode = CUDAGraphMode.FULL
+        assert checks.choose_mode(vllm_config, config) == "full"
+        assert len(said) == 3, "the rule needs no word"
 
     def test_the_supported_vllm_is_that_of_the_package(self) -> None:
         text = (ROOT / "pyproject.toml").read_text()

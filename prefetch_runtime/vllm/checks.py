@@ -75,7 +75,8 @@ def check_declared_slots(vllm_config: VllmConfig, config: PrefetchConfig) -> Non
 def choose_mode(
     vllm_config: VllmConfig, config: PrefetchConfig
 ) -> Literal["full", "segmented", "eager"]:
-    """The mode that runs: what was asked for; "auto" is `full` where that can run, else `eager`.
+    """The mode that runs: what was asked for; "auto" is the first of `full`, `segmented` and
+    `eager` that can.
 
     Raises:
         UnsupportedError: the mode that was asked for cannot run; says why.
@@ -83,18 +84,19 @@ def choose_mode(
     asked = config.mode
     if asked == "eager":
         return "eager"
-    wanted: Literal["full", "segmented"] = "segmented" if asked == "segmented" else "full"
-    why_not = why_not_mode(wanted, vllm_config, config)
-    if why_not is None:
-        return wanted
-    has_graphs = _why_no_graphs(vllm_config, GRAPHS_OF[wanted]) is None
     if asked == "auto":
-        # Steps without graphs take several times as long, which a policy hardly makes up for.
-        say = logger.warning if has_graphs else logger.info
-        say("Expert cache: mode 'eager', for %s", explain_mode("eager", vllm_config, config))
-        return "eager"
-    if wanted == "full" and has_graphs:
-        remedy = "use 'segmented', which takes every policy and predictor, or 'eager'"
+        graphs: tuple[Literal["full", "segmented"], ...] = ("full", "segmented")
+        able = [mode for mode in graphs if why_not_mode(mode, vllm_config, config) is None]
+        chosen = able[0] if able else "eager"
+        if chosen != "full":
+            reason = explain_mode(chosen, vllm_config, config)
+            logger.info("Expert cache: mode %r, for %s", chosen, reason)
+        return chosen
+    why_not = why_not_mode(asked, vllm_config, config)
+    if why_not is None:
+        return asked
+    if asked == "full" and _why_no_graphs(vllm_config, GRAPHS_OF[asked]) is None:
+        remedy = "use 'segmented', which takes every policy and predictor, 'auto' or 'eager'"
         raise UnsupportedError(mode_refused(asked, why_not, remedy))
     raise UnsupportedError(mode_refused(asked, why_not))
 
@@ -114,8 +116,7 @@ def explain_mode(mode: str, vllm_config: VllmConfig, config: PrefetchConfig) -> 
     if mode == "full":
         return "what auto takes where it can run"
     no_graphs = _why_no_graphs(vllm_config, GRAPHS_OF["full"])
-    why_not = no_graphs or f"{_why_no_kernels(config)}; mode 'segmented' has graphs and takes it"
-    return f"mode 'full' {why_not}"
+    return f"mode 'full' {no_graphs or _why_no_kernels(config)}"
 
 
 def _why_no_kernels(config: PrefetchConfig) -> str | None:
@@ -156,7 +157,7 @@ def check_full_graphs_left(cudagraph_mode: CUDAGraphMode | None, mode: str) -> N
         raise UnsupportedError(
             f"{spelled('mode')} {mode!r} decodes as {GRAPHS_OF[mode]}, but the attention backend "
             f"that vLLM chose cannot be captured so (cudagraph_mode is {left} now); choose another "
-            "--attention-backend, or use 'eager' or 'auto'"
+            "--attention-backend, or use 'eager'"
         )
 
 
