@@ -1,6 +1,7 @@
 """Without a GPU, kernels run under Triton's interpreter, which must be chosen before it loads."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -10,6 +11,9 @@ from tests.helpers.quick_interpreter import quicken
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Under nohup it is ignored, also by what the tests start and hang up on.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)
