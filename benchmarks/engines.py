@@ -119,6 +119,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="cache engines route as this .npy says, [steps, layers, tokens, top_k]; no comparison",
     )
     parser.add_argument("--sizes", default="1,2,4,8", help="captured batch sizes, with --graphs")
+    parser.add_argument(
+        "--more-graphs",
+        type=int,
+        default=0,
+        help="with --graphs: capture so many graphs of small kernels and measure again; from the "
+        "third to fifth on a process has the longer gaps, if it had not",
+    )
     parser.add_argument("--out", type=Path, default=None, help="also write the rows as JSON")
     parser.add_argument("--after", type=Path, help="load, but measure only once this file exists")
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
@@ -255,6 +262,9 @@ def _measure(llm: Any, kind: str, options: argparse.Namespace) -> dict[str, Any]
     row["peak_run_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if options.graphs and torch.cuda.is_available():
         row["us_small_kernel"] = small_kernel_us()
+        if options.more_graphs:
+            row |= _after_more_graphs(llm, options, counted)
+            so_far()
     if options.record and not is_uva:
         row["record"] = record(llm, options)
     if is_cache:
@@ -310,6 +320,22 @@ def decode_steps(
     return found
 
 
+def _after_more_graphs(llm: Any, options: argparse.Namespace, counted: Any) -> dict[str, Any]:
+    """The small kernel in each of `--more-graphs` graphs, then every batch once more."""
+    row: dict[str, Any] = {}
+    row["us_in_more_graphs"] = [round(small_kernel_us(), 3) for _ in range(options.more_graphs)]
+    for size in map(int, options.batches.split(",")):
+        steps = decode_steps(llm, prompts(size, options.context), options, counted)
+        row[f"ms_step_more_graphs_b{size}"] = steps["ms_step"]
+        if "hit" in steps:
+            row[f"hit_more_graphs_b{size}"] = steps["hit"]
+    return row
+
+
+_SMALL_GRAPHS: list[Any] = []
+"""Kept, as an engine keeps its graphs."""
+
+
 def small_kernel_us(kernels: int = 400) -> float:
     """Microseconds of a kernel that does next to nothing, in a graph of such kernels. Gaps between
     the kernels of all graphs are longer in some processes than in others, with the cache and
@@ -323,6 +349,7 @@ def small_kernel_us(kernels: int = 400) -> float:
     with torch.cuda.graph(graph):
         for _ in range(kernels):
             numbers.add_(1)
+    _SMALL_GRAPHS.append((graph, numbers))
     times = []
     for _ in range(23):
         made: Any = torch.cuda.Event  # untyped in some versions of torch

@@ -45,16 +45,17 @@ WIDEST = {slots: max(size for size in SIZES if size * TOP_K <= slots) for slots 
 WIDEST[32] = SIZES[-1]  # a slot for every expert
 BUDGET = {"prefetch_budget_mib": 16.0}
 MORE: dict[str, dict[str, Any]] = {
-    "forecast-8": {"slots_per_layer": 8, "policy": "forecast"},
+    # `auto`: these rule out one whole graph, not graphs.
+    "forecast-8": {"mode": "auto", "slots_per_layer": 8, "policy": "forecast"},
     "next-gate-8": {"slots_per_layer": 8, "policy": "lfru", "predictor": "next_gate", **BUDGET},
     "transition-16": {"slots_per_layer": 16, "predictor": "transition", **BUDGET},
-    "frequency-8": {"slots_per_layer": 8, "predictor": "frequency", **BUDGET},
+    "frequency-8": {"mode": "auto", "slots_per_layer": 8, "predictor": "frequency", **BUDGET},
     "previous-token-16": {"slots_per_layer": 16, "predictor": "previous_token", **BUDGET},
 }
 
 
 def cache(name: str, runs: Any, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """An engine with the cache in segmented mode."""
+    """An engine with the cache in segmented mode, unless the settings name another."""
     return engine(name, runs, {"mode": "segmented", **settings}, **more)
 
 
