@@ -66,6 +66,7 @@ RUNS = [
     _run("one", [5], TOKENS, seed=1),
     _run("long", [400], 4, seed=2),
     _run("four", [5, 37, 60, 100], TOKENS, seed=10),
+    _run("three", [5, 37, 60], TOKENS, seed=31),  # a row of padding in a graph of 4
 ]
 FOLDER_VARIABLE = "PREFETCH_RUNTIME_TEST_CHECKPOINTS"
 """Environment variable: where the checkpoints are kept; by default under the system's temporary

@@ -74,6 +74,7 @@ class StepRecorder:
             if index == 0:
                 clock.add_(1).remainder_(self._num_steps)
             rows = output[-1] if isinstance(output, tuple) else output
+            rows = rows[:, : ring.shape[2]]  # vLLM pads the hidden size for some kernels
             ring[:, : rows.shape[0]].index_copy_(0, clock, rows.unsqueeze(0))
             return output
 
