@@ -8,8 +8,9 @@ Two questions, answered per layer from the counters:
 - Does it pay? Bytes that were there when the demand that they were predicted for came saved at most
   their own time on the link; what they really saved is the stall that the layer would have had
   without them, at the first layer's speed, less the stall that it had. All other bytes were for
-  nothing, or for later, when what they displaced would have served as well. Both slow the compute
-  beside them.
+  nothing, or for later, when what they displaced would have served as well. What is copied ahead
+  of the demand slows the compute beside it; the rest of a demanded expert is waited for either way.
+  And what made room may be demanded in the same step: as likely as any absent expert, at least.
 
 A layer whose balance is negative is switched off, and tried again after a while that doubles with
 every failure; it stays on only while what it saves is clearly more than what it costs. No device,
@@ -24,13 +25,12 @@ from prefetch_runtime.stats import LayerStats
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_SLOWDOWN = 0.13
-"""Share by which compute that is bound by device memory slows down while the link is busy: measured
-on one H200."""
-DISPLACEMENT = 0.12
-"""Share of a copy's time that a useless copy costs beside that, by the expert that it displaced."""
+COMPUTE_SLOWDOWN = 0.05
+"""Share by which compute slows down while the link is busy beside it: 0.01 to 0.05 in decode steps
+on one H200 (`benchmarks/README.md`, Prediction)."""
 ON_ABOVE = 0.10
-"""A trial succeeds above this balance: net time saved, as a share of the copies' time."""
+"""A trial succeeds above this balance: net time saved, as a share of the time of copies ahead of
+their demand."""
 OFF_BELOW = 0.0
 """Speculation ends below this balance."""
 FIRST_RETRY_STEPS = 1024
@@ -60,6 +60,8 @@ class _Totals:
     absent: int = 0
     """Demanded experts that were absent, or would have been without prediction."""
     stall_s: float = 0.0
+    num_outside: int = 0
+    """Experts that have no slot, at least."""
 
     @classmethod
     def of(cls, stats: LayerStats) -> "_Totals":
@@ -71,6 +73,7 @@ class _Totals:
             stats.bytes_prefetched,
             stats.misses + stats.late + stats.prefetch_at_once,
             stats.stall_seconds,
+            stats.num_experts - stats.num_slots,
         )
 
 
@@ -197,10 +200,9 @@ class _Layer:
         self._window_s: float | None = None
         self._balance = 0.0
         # Since the last judgement: bytes that were there for their demand, what they saved as bytes
-        # on the link, and all bytes.
-        self._good = 0.0
-        self._saved = 0.0
-        self._moved = 0.0
+        # on the link, all bytes, those that were copied ahead of the demand, and what the experts
+        # that made room cost.
+        self._good = self._saved = self._moved = self._ahead = self._displaced = 0.0
         self._steps_so = 0  # steps in the present state
         self.num_failed = 0
         """Trials, and times on, that did not pay, since it last paid for long."""
@@ -224,7 +226,11 @@ class _Layer:
                 would_wait = (totals.absent - seen.absent) * self._expert_bytes
                 waited = (totals.stall_s - seen.stall_s) * link_bytes_per_s
                 self._saved += min(0.0, would_wait - waited - there)
-            self._moved += totals.prefetched_bytes - seen.prefetched_bytes
+            moved = totals.prefetched_bytes - seen.prefetched_bytes
+            self._moved += moved
+            self._ahead += min(moved, free_s * steps * link_bytes_per_s) if free_s > 0 else moved
+            absent = (totals.absent - seen.absent) / steps
+            self._displaced += moved * min(1.0, absent / max(1, totals.num_outside))
             if self._moved >= _EVIDENCE_EXPERTS * self._expert_bytes:
                 self._judge()
         elif self._steps_so >= self._retry_steps:
@@ -234,9 +240,9 @@ class _Layer:
     def _judge(self) -> None:
         good = min(self._good, self._moved)
         saved = min(self._saved, good)
-        net = saved - COMPUTE_SLOWDOWN * self._moved - DISPLACEMENT * (self._moved - good)
-        balance = net / self._moved
-        self._good = self._saved = self._moved = 0.0
+        net = saved - COMPUTE_SLOWDOWN * self._ahead - self._displaced
+        balance = net / self._ahead
+        self._forget()
         if self._on_trial:
             self._on_trial, self._balance = False, balance
             if balance <= ON_ABOVE:
@@ -263,7 +269,10 @@ class _Layer:
     def _switch(self, *, on: bool) -> None:
         self.is_on = self._on_trial = on
         self._steps_so = 0
-        self._good = self._saved = self._moved = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._good = self._saved = self._moved = self._ahead = self._displaced = 0.0
 
     def _set_budget(self, link_bytes_per_s: float) -> bool:
         """Returns whether the budget has changed. Small changes are not worth one."""

@@ -24,8 +24,9 @@ class History:
     Without prediction each demands DEMANDED absent experts a step.
     """
 
-    def __init__(self, *, free_s: float = FREE_S, link: float = LINK) -> None:
+    def __init__(self, *, free_s: float = FREE_S, link: float = LINK, num_slots: int = 32) -> None:
         self.controller = BudgetController([EXPERT_BYTES] * 2)
+        self.num_slots = num_slots
         self.free_s = free_s
         self.link = link
         self.budgets: list[int] = []
@@ -36,7 +37,7 @@ class History:
     def stats(self) -> list[LayerStats]:
         stall_s = DEMANDED * self.steps * EXPERT_BYTES / self.link
         copied = DEMANDED * self.steps * EXPERT_BYTES
-        both = replace(EMPTY, steps=self.steps, bytes_copied=copied)
+        both = replace(EMPTY, num_slots=self.num_slots, steps=self.steps, bytes_copied=copied)
         predicted = replace(
             both,
             misses=DEMANDED * self.steps - int(self._at_once),
@@ -212,6 +213,39 @@ def test_bytes_that_are_there_and_shorten_no_stall_do_not_pay() -> None:
     history.run(20_000, 0.7, saves=0.1)
     assert not history.is_on
     assert history.switches <= 10
+
+
+def test_what_is_copied_behind_the_demand_slows_nothing() -> None:
+    # The window holds 0.4 of an expert. A demanded one is copied to its end, and counts as there;
+    # 0.15 of its time is saved.
+    controller = BudgetController([EXPERT_BYTES] * 2)
+    for steps in range(64, 4096, 64):
+        stall_s = DEMANDED * steps * EXPERT_BYTES / LINK
+        first = replace(
+            EMPTY, steps=steps, misses=DEMANDED * steps, stall_seconds=stall_s,
+            bytes_copied=DEMANDED * steps * EXPERT_BYTES,
+        )  # fmt: skip
+        predicted = replace(
+            first,
+            misses=(DEMANDED - 1) * steps,
+            prefetch_at_once=steps,
+            bytes_prefetched=steps * EXPERT_BYTES,
+            link_free_seconds=steps * 0.4 * EXPERT_BYTES / LINK,
+            stall_seconds=stall_s - 0.15 * steps * EXPERT_BYTES / LINK,
+        )
+        controller.observe([first, predicted])
+    assert controller.is_on[1]
+    assert controller.budgets[1] == pytest.approx(0.4 * EXPERT_BYTES, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_slots", "pays"), [(32, True), (111, False)])
+def test_a_guess_that_is_right_by_chance_is_no_better_than_what_made_room(
+    num_slots: int, pays: bool
+) -> None:
+    # Of 96 absent experts, and of 17, four are demanded in a step: guesses are right in 23 %.
+    history = History(num_slots=num_slots)
+    history.run(20_000, 4 / 17)
+    assert history.is_on is pays
 
 
 def test_stalls_are_judged_by_the_speed_of_this_link() -> None:
