@@ -126,14 +126,20 @@ class DeviceScheduler(Scheduler):
         request waits for it. Empties the cache. Before the first real step, and before anything is
         captured."""
         most = min(self.most_tokens_at_once(top_k), max_tokens)
-        num_tokens = 1
-        while num_tokens <= most:
+        recorder = self.device_recorder
+        num_guesses = 1 if recorder is None else max(1, recorder.num_guesses)
+        # Kernels differ by powers of two. That of the most is perhaps beyond the last one below.
+        for num_tokens in (*(1 << bit for bit in range(most.bit_length())), most):
             ids = torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=self._device)
             # With vLLM's mark of padding, and without, as while it profiles.
             kv_slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
             for padding in (None, kv_slots):
-                self.fetch(0, ids, padding=padding)
-            num_tokens *= 2
+                if self._hook is None:
+                    self.fetch(0, ids, padding=padding)
+                    continue
+                guesses = partial(ids.new_full, (num_tokens, num_guesses), -1)
+                self.fetch(0, ids, padding=padding, guesses=guesses)
+                self.fetch(1, ids, padding=padding)
         # Kernels differ by the type of the ids and the alignment of their address.
         for dtype in (torch.int32, torch.int64):
             nothing = torch.full((1, top_k), -1, dtype=dtype, device=self._device)

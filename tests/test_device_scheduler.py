@@ -1,11 +1,14 @@
 """The device scheduler on a CPU device: the host's decisions, made by interpreted kernels."""
 
+import inspect
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from graphs import prefetch
 from graphs.layout import Clock
 from predictors import MAX_FORECAST, PredictorShape, create_predictor
 from predictors.base import by_rank
@@ -365,6 +368,57 @@ def test_warming_up_leaves_an_empty_cache() -> None:
     assert (device.table.mapping < 0).all()
     assert stats.total("hits") + stats.total("misses") == 0
     assert int(device.table.step.item()) == 1
+
+
+class _Launches:
+    """In place of a kernel: runs it, and notes what it is compiled for."""
+
+    def __init__(self, kernel: Any, *constants: str) -> None:
+        self._kernel = kernel
+        self._constants = constants
+        self.variants: set[tuple[int, ...]] = set()
+
+    def __getitem__(self, grid: Any) -> Any:
+        names = inspect.signature(self._kernel.fn).parameters
+
+        def launch(*args: Any, **more: Any) -> None:
+            given = {**dict(zip(names, args, strict=False)), **more}
+            self.variants.add(tuple(int(given[name]) for name in self._constants))
+            self._kernel[grid](*args, **more)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("predicts", "traced", "max_tokens"),
+    [(False, False, 4096), (False, False, 5), (True, False, 4096), (True, True, 4096)],
+)
+def test_warming_up_loads_the_kernels_of_every_step_that_fits(
+    predicts: bool, traced: bool, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 40 slots and top 6: up to 6 tokens, whose 36 assignments are more than a block of 32.
+    cache = small_cache(64, 40, num_layers=2, scheduler_class=DeviceScheduler, id_for_padding=0)
+    device = cache.scheduler
+    assert isinstance(device, DeviceScheduler)
+    device.seal()
+    if predicts:
+        shape = PredictorShape(num_layers=2, num_experts=64, top_k=6)
+        device.predict_on_device(create_predictor("next_gate", shape))
+    if traced:
+        device.make_room_for_a_trace(top_k=6, num_guesses=6, max_tokens=16)
+    kept = ("BLOCK", "num_warps", "PAD", "TOP_K")
+    resolve = _Launches(device.table._resolve_kernel, *kept, "TOUCH")
+    post = _Launches(prefetch.post_kernel, *kept)
+    monkeypatch.setattr(device.table, "_resolve_kernel", resolve)
+    monkeypatch.setattr(prefetch, "post_kernel", post)
+    device.warm_up(6, max_tokens)
+    loaded = [set(kernel.variants) for kernel in (resolve, post)]
+    for num_tokens in range(1, min(6, max_tokens) + 1):
+        ids = torch.full((num_tokens, 6), -1, dtype=torch.int32)
+        for padding in (None, torch.zeros(num_tokens, dtype=torch.int64)):
+            device.fetch(0, ids, padding=padding, guesses=ids.clone if predicts else None)
+            device.fetch(1, ids, padding=padding)
+        assert [kernel.variants for kernel in (resolve, post)] == loaded, num_tokens
 
 
 def test_a_step_fits_only_if_any_routing_would() -> None:
