@@ -81,7 +81,7 @@ class Control(IntEnum):
     """Columns of a layer's control row."""
 
     PLAN = 0
-    """Number of the last plan."""
+    """Number of the last plan; from 1 again when the clock has moved back."""
     FIRST_PLAN = 1
     """Number of the first plan of the step of the last plan."""
     STEP = 2

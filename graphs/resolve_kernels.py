@@ -64,8 +64,13 @@ BY_SLOT_MAPPING = tl.constexpr(int(layout.Padding.SLOT_MAPPING))
 
 
 @triton.jit
-def advance_kernel(clock, score, num_scores, UNITS_PER_STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """Next step. The clock that scores are made of moves back, and they with it, in good time."""
+def advance_kernel(
+    clock, score, mark, wanted, control, num_scores, num_wanted, num_layers,
+    UNITS_PER_STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Next step. The clock that scores are made of moves back, and they with it, in good time. The
+    numbers of plans start again with it, for they must not come around to one that a slot or an
+    expert still has: of one layer there are fewer than 2**32 from one such step to the next."""
     now = tl.load(clock) + 1
     step = tl.load(clock + 1) + 1
     if now * UNITS_PER_STEP >= REBASE:
@@ -75,6 +80,14 @@ def advance_kernel(clock, score, num_scores, UNITS_PER_STEP: tl.constexpr, BLOCK
             old = tl.load(score + at, mask=at < num_scores, other=0)
             new = tl.maximum(old.to(tl.int64) - moved, LOWEST).to(tl.int32)
             tl.store(score + at, tl.where(old == EMPTY, EMPTY, new), mask=at < num_scores)
+            last_plan = tl.load(mark + at, mask=at < num_scores, other=NEVER)
+            tl.store(mark + at, tl.where(last_plan == NEVER, NEVER, 1), mask=at < num_scores)
+        for start in range(0, num_wanted, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(wanted + at, 0, mask=at < num_wanted)
+        for start in range(0, num_layers, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(control + at * NUM_CONTROL + PLAN, 1, mask=at < num_layers)
         now = tl.full([], 1, tl.int32)
     tl.debug_barrier()  # every warp has read the clock that is now overwritten
     tl.store(clock, now)

@@ -260,8 +260,10 @@ class DeviceSlotTable:
         """Begin the next step: once per replay, before the first layer."""
         self.require_open()
         advance_kernel[(1,)](
-            self.clocks, self.score, self.score.numel(), self.units_per_step, 1024, num_warps=4
-        )
+            self.clocks, self.score, self._mark, self._wanted, self._control,
+            self.score.numel(), self._wanted.numel(), self.num_layers,
+            self.units_per_step, 1024, num_warps=4,
+        )  # fmt: skip
 
     def resolve(
         self,

@@ -191,6 +191,29 @@ def test_the_number_of_plans_may_wrap() -> None:
         pair.plan(0, random_ids(rng, 16, 2, 3, most=6))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_number_of_plans_never_comes_around(policy: str) -> None:
+    # After 200 days at 250 steps a second it would be that of no plan, then those of old ones:
+    # experts that have long been there would count as missing.
+    rng = np.random.default_rng(7)
+    pair = Pair(make_table(policy, num_layers=2), policy)
+    for layer_idx in range(2):
+        pair.plan(layer_idx, np.array([[0, 1]]))
+    pair.now = (REBASE_SCORE - 1) // pair.table.units_per_step - 1
+    pair.table.clock.fill_(pair.now)
+    pair.table._control[:, Control.PLAN] = -3  # 2**32 - 3 of them
+    pair.table._mark[pair.table._mark > 0] = -3
+    numbers = []
+    for _ in range(6):
+        pair.advance()
+        for layer_idx in range(2):
+            pair.plan(layer_idx, random_ids(rng, 16, 2, 3, most=6))
+        numbers.append(pair.table._control[:, Control.PLAN].tolist())
+    assert numbers == [[-2] * 2, *([number] * 2 for number in range(2, 7))]
+    pair.table.check_integrity()
+    pair.table.check_errors()
+
+
 @pytest.mark.parametrize("form", ["mask", "slot_mapping", "slot_mapping_int32"])
 def test_padding_rows_cost_nothing_and_come_out_as_slot_0(form: str) -> None:
     table = make_table()

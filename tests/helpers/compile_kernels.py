@@ -28,8 +28,8 @@ INT64 = {
 }  # fmt: skip
 SCALARS = dict.fromkeys(
     (
-        "layer_idx", "n", "row_stride", "num_scores", "evict", "num_waves", "first", "num_tokens",
-        "num_ids", "num_blocks", "num_experts",
+        "layer_idx", "n", "row_stride", "num_scores", "num_wanted", "num_layers", "evict",
+        "num_waves", "first", "num_tokens", "num_ids", "num_blocks", "num_experts",
     ),
     "i32",
 )  # fmt: skip
