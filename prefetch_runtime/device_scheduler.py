@@ -342,7 +342,13 @@ class DeviceScheduler(Scheduler):
         """As in `Scheduler`, within what one plan takes."""
         return min(super().most_tokens_at_once(top_k), MAX_ASSIGNMENTS // top_k)
 
-    def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
+    def fits(
+        self,
+        layer_idx: int,
+        topk_ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,  # noqa: ARG002 - it asks no device
+    ) -> bool:
         """Whether the demand fits the slots whatever it is. Reads nothing from the device."""
         layer = self._layers[layer_idx]
         worst = min(topk_ids.numel(), layer.store.num_experts)

@@ -305,9 +305,9 @@ class Scheduler:
         polled = self._polled
         if polled is not None and self._peeked is None and topk_ids.numel() <= polled.most_ids:
             return self._fetch_polled(polled, layer, topk_ids, padding, guesses)
-        topk_ids = without_padding(topk_ids, padding)
         # What `fits` reads is never captured: the calls of a graph fit whatever their routing is.
         known = self._take_peeked(layer, topk_ids)
+        topk_ids = without_padding(topk_ids, padding)
         if known is not None and guesses is None:
             self._prepare(layer, *self._received(layer, known, None))
             return self._renamed(layer, topk_ids)
@@ -457,14 +457,17 @@ class Scheduler:
         """Whether a decode step of so many tokens may be captured, whatever its routing is."""
         return num_tokens <= self.most_tokens_at_once(top_k)
 
-    def fits(self, layer_idx: int, topk_ids: torch.Tensor) -> bool:
+    def fits(
+        self, layer_idx: int, topk_ids: torch.Tensor, *, padding: torch.Tensor | None = None
+    ) -> bool:
         """Whether the demanded experts fit the slots. Reads the ids only if they might not; the
-        call that follows for the same ids does not read them again."""
+        call that follows for the same ids, with the same `padding`, does not read them again."""
         layer = self._layers[layer_idx]
         num_slots = layer.buffers.num_slots
         if min(topk_ids.numel(), layer.store.num_experts) <= num_slots:
             return True
-        host_ids, _ = self._reader.receive(self._reader.send(topk_ids, None))
+        demand = without_padding(topk_ids, padding)
+        host_ids, _ = self._reader.receive(self._reader.send(demand, None))
         self._peeked = (layer_idx, topk_ids, host_ids)
         demanded = self._as_local(layer, host_ids).ravel()
         return np.unique(demanded[demanded >= 0]).size <= num_slots

@@ -321,6 +321,30 @@ def test_the_ids_of_a_layer_are_read_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(received) == 1
 
 
+def test_the_ids_of_rows_without_a_token_are_read_once_and_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = small_cache()
+    received = []
+    receive = DemandReader.receive
+
+    def counted(reader: DemandReader, sent: Sent) -> object:
+        received.append(sent)
+        return receive(reader, sent)
+
+    monkeypatch.setattr(DemandReader, "receive", counted)
+    ids, padding = _ids([0, 1], [2, 3], [5, 6]), torch.tensor([4, 7, -1])
+    cache.scheduler.begin_step()
+    assert not cache.scheduler.fits(0, ids)
+    received.clear()
+    assert cache.scheduler.fits(0, ids, padding=padding)
+    slots = cache.scheduler.fetch(0, ids, padding=padding)
+    assert len(received) == 1
+    assert torch.equal(slots[:2], cache.layer().mapping[ids[:2].long()])
+    assert slots[2].tolist() == [-1, -1]
+    assert (cache.layer().table.mapping >= 0).nonzero()[0].tolist() == [0, 1, 2, 3]
+
+
 def test_ids_that_were_looked_at_for_another_layer_or_step_are_not_taken() -> None:
     cache = small_cache(num_layers=2)
     ids = _ids([0, 1, 2, 3, 0])

@@ -274,7 +274,7 @@ class PrefetchRoutedExperts(RoutedExperts):
                 # Rows of padding are in the blocks, and weigh on the others' bits.
                 scheduler.padding_rows, padding = padding, None
             guesses = engine.guesses(self._cache_layer_idx, x[:, : self.hidden_size_asked])
-            if scheduler.fits(self._cache_layer_idx, topk_ids):
+            if scheduler.fits(self._cache_layer_idx, topk_ids, padding=padding):
                 result = provider.prepare(topk_ids, padding=padding, guesses=guesses)
                 if self._blocks is None:
                     topk_ids = result.topk_ids
