@@ -16,7 +16,7 @@ def add_widest_batch(compilation: Any, engine: PrefetchEngine) -> None:
     """Have vLLM capture the widest batch that fits the slots, before it lists its graphs.
 
     vLLM pads a batch to the next captured size. Where that one is too wide for the slots, the batch
-    would run in waves although it fits by itself.
+    would run in waves (mode `full`) or without a graph (`segmented`) although it fits by itself.
     """
     sizes = compilation.cudagraph_capture_sizes
     widest = engine.most_tokens()
@@ -27,7 +27,7 @@ def add_widest_batch(compilation: Any, engine: PrefetchEngine) -> None:
 def limit_v1_graphs(dispatcher: Any, engine: PrefetchEngine) -> None:
     """Have a V1 `CudagraphDispatcher` leave out, whenever it lists its graphs, those too wide.
 
-    A batch that finds no graph of its size runs without one, its MoE layers as waves.
+    A batch that finds no graph of its size runs without one, its MoE layers as waves if need be.
     """
     initialize = dispatcher.initialize_cudagraph_keys
 
