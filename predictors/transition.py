@@ -39,7 +39,9 @@ class TransitionPredictor(LearnedPredictor):
     name: ClassVar[str] = "transition"
     runs_on: ClassVar[RunsOn] = RunsOn.HOST
     needs_guesses: ClassVar[bool] = False
-    highest: ClassVar[int] = 2 * _ROW_LIMIT
+    # A row is looked at when that many pairs have come, of all rows, and then halved once. So with
+    # T tokens in a step a count is below 2 * (_ROW_LIMIT + T).
+    highest: ClassVar[int] = 4 * _ROW_LIMIT
 
     def __init__(self, shape: PredictorShape) -> None:
         """Raises ValueError for so many experts that the counts would take more than a GiB."""

@@ -254,6 +254,20 @@ def test_transition_halves_rows_so_that_no_count_overflows() -> None:
     assert 2**18 <= predictor.counts.max() <= 2**21
 
 
+def test_what_transition_has_learned_can_be_loaded_however_even_the_routing_was(
+    tmp_path: Path,
+) -> None:
+    shape = PredictorShape(num_layers=2, num_experts=2, top_k=1)
+    predictor = TransitionPredictor(shape)
+    many = np.zeros((8191, 1), dtype=np.int16)  # 129 steps until rows are looked at, not 128
+    while predictor.counts.max() <= 2**21:
+        predictor.observe(0, many)
+        predictor.observe(1, many)
+    predictor.save(tmp_path / "table.npz")
+    loaded = TransitionPredictor.load(tmp_path / "table.npz", shape)
+    assert np.array_equal(loaded.counts, predictor.counts)
+
+
 @pytest.mark.parametrize("kind", [FrequencyPredictor, TransitionPredictor])
 def test_learned_table_predicts_the_same_after_saving_and_loading(
     kind: type[FrequencyPredictor] | type[TransitionPredictor], tmp_path: Path
