@@ -163,10 +163,8 @@ class HostCopier:
         check_usable(None, self._closed)
 
 
-def create_copier(
-    device: torch.device, *, compute_stream: torch.cuda.Stream | None = None
-) -> Copier:
-    """The copier for slots on `device`; see `CudaCopier` for `compute_stream`.
+def create_copier(device: torch.device) -> Copier:
+    """The copier for slots on `device`.
 
     Raises:
         ValueError: neither a CPU nor a CUDA device.
@@ -177,7 +175,7 @@ def create_copier(
         case "cuda":
             from prefetch_runtime.cuda_copier import CudaCopier
 
-            return CudaCopier(device, compute_stream=compute_stream)
+            return CudaCopier(device)
     raise ValueError(f"cannot copy experts to {device}; use a cuda or cpu device")
 
 

@@ -25,6 +25,7 @@ from graphs import (
 )
 from graphs.layout import Clock, WideCount
 from graphs.prefetch import MAX_FORECAST, UNLIMITED_BYTES
+from graphs.slot_table import MAX_ASSIGNMENTS
 from predictors import Predictor, RunsOn
 from prefetch_runtime.budget import BudgetController
 from prefetch_runtime.copier import CopyTicket
@@ -51,9 +52,6 @@ from prefetch_runtime.waves import (
     cut_by_token,
     worst_waves,
 )
-
-MAX_ASSIGNMENTS = 8192
-"""Most assignments (T * K) that one plan takes; larger steps run as waves."""
 
 
 class DeviceScheduler(Scheduler):
@@ -339,7 +337,7 @@ class DeviceScheduler(Scheduler):
             yield run, self._resolve(layer_idx, topk_ids[run])
 
     def most_tokens_at_once(self, top_k: int) -> int:
-        """As in `Scheduler`, within what one plan takes."""
+        """As in `Scheduler`, within what one plan takes; larger steps run as waves."""
         return min(super().most_tokens_at_once(top_k), MAX_ASSIGNMENTS // top_k)
 
     def fits(

@@ -46,7 +46,6 @@ class HostPrefetcher:
         top_k: int,
         widen: int = 2,
         budget_bytes: int = UNLIMITED_BYTES,
-        lookahead: int = 1,
     ) -> None:
         """
         Args:
@@ -62,7 +61,6 @@ class HostPrefetcher:
         self.budgets = [budget_bytes] * num_layers
         """Bytes of speculation per step, by layer; the last expert that they start is copied
         whole. 0 switches a layer's speculation off."""
-        self._lookahead = lookahead
         self._flights: dict[int, deque[_Flight]] = {}
         self._landed: dict[int, list[int]] = {}
         self._predicted_at: dict[int, float] = {}
@@ -79,8 +77,7 @@ class HostPrefetcher:
 
     def target_of(self, layer_idx: int) -> int | None:
         """The layer that is predicted once this one has chosen; None past the last."""
-        target = layer_idx + self._lookahead
-        return target if target < self._num_layers else None
+        return layer_idx + 1 if layer_idx + 1 < self._num_layers else None
 
     def land(self, layer_idx: int, table: SlotTable, now: int) -> bool:
         """Map the layer's prefetches whose copies are done. Returns whether the mapping changed."""

@@ -846,8 +846,7 @@ class Scheduler:
         """
         layer.is_stale = False
         layer.mapping_staged[:-1].numpy()[:] = self.planned_mapping(layer)
-        if layer.mapping_staged is not layer.mapping:
-            layer.mapping.copy_(layer.mapping_staged, non_blocking=True)
+        layer.mapping.copy_(layer.mapping_staged, non_blocking=True)
 
     def _staging_of(self, layer: LayerCache) -> StagingRing:
         """The staging ring for this layer's kind of record."""
