@@ -86,8 +86,8 @@ class DeviceScheduler(Scheduler):
         sizes = {(layer.store.num_experts, layer.buffers.num_slots) for layer in layers}
         if len(sizes) > 1 or [layer.layer_idx for layer in layers] != list(range(len(layers))):
             raise ValueError(
-                f"full mode needs the same number of experts and slots in every MoE layer, got "
-                f"{sorted(sizes)} (experts, slots); use mode 'eager'"
+                f"it needs the same number of experts and slots in every MoE layer, got "
+                f"{sorted(sizes)} (experts, slots)"
             )
         ((num_experts, num_slots),) = sizes
         self._table = DeviceSlotTable(

@@ -25,6 +25,7 @@ from prefetch_runtime.copier import create_copier
 from prefetch_runtime.host_prefetch import HostPrefetcher
 from prefetch_runtime.host_store import HostStore, LayerStore
 from prefetch_runtime.injection import RoutingInjection
+from prefetch_runtime.refusals import mode_refused
 from prefetch_runtime.scheduler import Between, ExpertWave, Guesses, Scheduler
 from prefetch_runtime.vllm.checks import check_slots
 
@@ -105,9 +106,15 @@ class PrefetchEngine:
         """Called when the model is loaded: fix the tables, start the predictor.
 
         Raises:
-            ConfigError: the predictor cannot work with this model.
+            ConfigError: the mode, or the predictor, cannot work with this model.
         """
-        self.scheduler.seal()
+        try:
+            self.scheduler.seal()
+        except ValueError as error:
+            why_not = f"cannot serve this model: {error}"
+            raise ConfigError(
+                mode_refused(self.mode, why_not, "use 'segmented' or 'eager'")
+            ) from None
         self._gates = gates_of(model)
         self._make_room_for_a_trace()
         if self.captures is not None:

@@ -427,6 +427,30 @@ def test_only_the_graphs_that_the_mode_can_serve_are_captured(mode: str, graphs:
         assert config.compilation_config.cudagraph_mode == CUDAGraphMode[graphs]
 
 
+def test_layers_of_two_sizes_are_refused_in_mode_full_with_the_modes_that_take_them() -> None:
+    from prefetch_runtime.copier import HostCopier
+    from prefetch_runtime.device_scheduler import DeviceScheduler
+    from prefetch_runtime.host_store import HostStore, RecordLayout
+    from prefetch_runtime.slot_buffers import SlotBuffers
+    from prefetch_runtime.vllm.engine import PrefetchEngine
+
+    engine: Any = PrefetchEngine.__new__(PrefetchEngine)
+    cpu, store = torch.device("cpu"), HostStore(pinning=False)
+    layout = RecordLayout.from_tensors({"w13_weight": ((4,), torch.float32)})
+    engine.mode = "full"
+    engine.scheduler = DeviceScheduler(copier=HostCopier(), host_store=store, device=cpu)
+    for layer_idx, experts in enumerate((8, 12)):
+        layer = store.add_layer(layer_idx, experts, layout)
+        engine.scheduler.add_layer(layer_idx, "", layer, SlotBuffers(4, layout, cpu))
+    message = (
+        "'mode' (--prefetch-mode) 'full' cannot serve this model: it needs the same number of "
+        "experts and slots in every MoE layer, got [(8, 4), (12, 4)] (experts, slots); use "
+        "'segmented' or 'eager'"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        engine.seal(torch.nn.Module())
+
+
 def test_a_layer_built_outside_our_worker_says_so() -> None:
     from prefetch_runtime.vllm.engine import current_engine
 
