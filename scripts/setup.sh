@@ -99,7 +99,7 @@ else
   compiling=$!
   say "vLLM for CPU"
   install --no-deps -r requirements/cpu.lock || die "pip could not install requirements/cpu.lock"
-  wait "$compiling"
+  wait "$compiling" || true
   compile &
   compiling=$!
   say "development tools and the project"
@@ -107,8 +107,8 @@ else
   install --no-deps --no-build-isolation -e . || die "pip could not install the project"
 fi
 
-wait "$compiling"
-compile  # what has come meanwhile
+wait "$compiling" || true  # bash may have ended it: it passes signals on while it forks
+compile  # what has come meanwhile, and what is left
 
 printf '%s\n' "$key" >"$stamp"
 say "done"

@@ -150,14 +150,30 @@ def test_the_other_vllm_is_never_installed_over(
     assert not leftover.exists()
 
 
-def fake_python(folder: Path, pip: str) -> Path:
-    """A Python 3.11 whose venv is a folder with a copy of it and whose pip is a line of shell."""
+@pytest.mark.parametrize("gpu", [False, True])
+def test_modules_that_were_not_compiled_beside_an_install_are_compiled_in_the_end(
+    checkout: Path, tools: Path, gpu: bool
+) -> None:
+    if gpu:
+        stand_in(tools / "nvidia-smi", "exit 0")
+    # The first, in the background, is killed.
+    compiling = "echo >>compiled; [ $(wc -l <compiled) -gt 1 ] || kill -TERM $PPID"
+    ended = run_setup(checkout, tools, str(fake_python(tools, "exit 0", compiling)))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1].endswith("done")
+    assert len((checkout / "compiled").read_text()) == (2 if gpu else 3)
+
+
+def fake_python(folder: Path, pip: str, compiling: str = "exit 0") -> Path:
+    """A Python 3.11 whose venv is a folder with a copy of it and whose pip, and compiling of
+    modules, is a line of shell."""
     python = folder / "fake-python"
     stand_in(
         python,
         f"""case "$2" in
   *version_info*) echo 3.11 ;;
   pip) {pip} ;;
+  compileall) {compiling} ;;
   venv)
     rm -rf .venv && mkdir -p .venv/bin .venv/lib/python3.11/site-packages
     cp {python} .venv/bin/python ;;
