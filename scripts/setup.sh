@@ -107,7 +107,7 @@ else
   install --no-deps --no-build-isolation -e . || die "pip could not install the project"
 fi
 
-wait "$compiling" || true  # bash may have ended it: it passes signals on while it forks
+wait "$compiling" || true  # ended by a signal to `beat`, which has the trap while bash forks it
 compile  # what has come meanwhile, and what is left
 
 printf '%s\n' "$key" >"$stamp"
