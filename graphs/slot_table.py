@@ -321,7 +321,7 @@ class DeviceSlotTable:
         and lets nothing read the new slots before. `topk_ids` is as in `resolve`, of any size.
         """
         self.require_layer(layer_idx)
-        ids = topk_ids.reshape(-1)
+        ids = topk_ids.reshape(-1).contiguous()
         if ids.dtype not in (torch.int32, torch.int64) or ids.device.type != self.device.type:
             raise ValueError(
                 f"topk_ids must be int32 or int64 on {self.device}, got {ids.dtype} on {ids.device}"

@@ -458,6 +458,15 @@ def test_a_wide_demand_may_have_any_number_of_assignments() -> None:
     table.close()
 
 
+def test_a_wide_demand_may_be_a_column_of_a_wider_tensor() -> None:
+    # One expert per token: torch flattens such a column without a copy, with gaps between its ids.
+    table = make_table(num_experts=16, num_slots=6)
+    ids = ids_of([[3, 9], [5, 10], [3, 11]])[:, :1]
+    report = table.plan_wide(0, ids, evict=True)
+    assert report.planned[0, :3].tolist() == [3, 5, -1]
+    table.close()
+
+
 def test_a_wide_demand_of_experts_that_do_not_exist_is_reported() -> None:
     table = make_table(num_experts=16, num_slots=6)
     table.plan_wide(0, ids_of([[3, 16], [99, -1]]), evict=True)
