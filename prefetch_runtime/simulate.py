@@ -206,22 +206,32 @@ class BeladyPolicy(EvictionPolicy):
     name: ClassVar[str] = BELADY
     units_per_step: ClassVar[int] = 1
 
-    def __init__(self, uses: Sequence[Sequence[int]]) -> None:
-        """`uses`: for each expert, the steps that demand it, ascending, the first step being 1.
-
-        A step may stand there more than once.
+    def __init__(self, uses: Sequence[Sequence[int]], *, by_run: bool = False) -> None:
+        """
+        Args:
+            uses: for each expert, the steps that demand it, ascending, the first step being 1. A
+                step may stand there more than once.
+            by_run: `uses` are runs of tokens that are planned together, in place of steps; see
+                `begin_run`.
         """
         self._uses = uses
+        self._run = 0 if by_run else None
+
+    def begin_run(self) -> None:
+        """The next run is planned: a wide step that is split by token has several."""
+        if self._run is not None:
+            self._run += 1
 
     def hit(self, scores: IntArray, expert_ids: npt.NDArray[np.intp], now: int) -> IntArray:  # noqa: ARG002
         return self.insert(expert_ids, now)
 
     def insert(self, expert_ids: npt.NDArray[np.intp], now: int) -> IntArray:
-        return np.array([-self._next_use(e, now) for e in expert_ids.tolist()], dtype=np.int32)
+        at = now if self._run is None else self._run
+        return np.array([-self._next_use(e, at) for e in expert_ids.tolist()], dtype=np.int32)
 
-    def _next_use(self, expert_id: int, now: int) -> int:
+    def _next_use(self, expert_id: int, at: int) -> int:
         uses = self._uses[expert_id]
-        index = bisect_right(uses, now)
+        index = bisect_right(uses, at)
         return uses[index] if index < len(uses) else _NEVER_AGAIN
 
 
@@ -452,21 +462,37 @@ def _policies(
 ) -> Iterable[EvictionPolicy]:
     if settings.policy != BELADY:
         return [_create_policy(settings.policy) for _ in range(trace.num_layers)]
+    by_run = settings.wide_steps == "token"
     step_of = np.repeat(np.arange(1, len(bounds)), np.diff(bounds))
-    return [
-        BeladyPolicy(_uses(trace.topk[:, layer_idx], step_of, trace.num_experts))
-        for layer_idx in range(trace.num_layers)
-    ]
+    policies = []
+    for layer_idx in range(trace.num_layers):
+        topk_ids = trace.topk[:, layer_idx]
+        at = _run_of(topk_ids, bounds, settings.num_slots) if by_run else step_of
+        policies.append(BeladyPolicy(_uses(topk_ids, at, trace.num_experts), by_run=by_run))
+    return policies
+
+
+def _run_of(
+    topk_ids: npt.NDArray[np.int16], bounds: Sequence[int], num_slots: int
+) -> npt.NDArray[np.intp]:
+    """[T] the number, from 1, of the run that each token is planned in; most steps are one."""
+    run_of = np.zeros(len(topk_ids), dtype=np.intp)
+    count = 0
+    for start, stop in pairwise(bounds):
+        for run in cut_by_token(topk_ids[start:stop], num_slots):
+            count += 1
+            run_of[start:stop][run] = count
+    return run_of
 
 
 def _uses(
-    topk_ids: npt.NDArray[np.int16], step_of: npt.NDArray[np.intp], num_experts: int
+    topk_ids: npt.NDArray[np.int16], at: npt.NDArray[np.intp], num_experts: int
 ) -> list[list[int]]:
-    """For every expert, the steps that demand it, ascending, once per token that does."""
+    """For every expert, the steps or runs `at` which it is demanded, ascending, once per token."""
     uses: list[list[int]] = [[] for _ in range(num_experts)]
-    for step, experts in zip(step_of.tolist(), topk_ids.tolist(), strict=True):
+    for number, experts in zip(at.tolist(), topk_ids.tolist(), strict=True):
         for expert in experts:
-            uses[expert].append(step)
+            uses[expert].append(number)
     return uses
 
 
@@ -504,6 +530,8 @@ def _demand(
         runs = cut_by_token(topk_ids, table.num_slots) if is_wide else [slice(None)]
         needed = 0.0
         for run in runs:
+            if isinstance(table.policy, BeladyPolicy):
+                table.policy.begin_run()
             plan = table.plan(topk_ids[run], now)
             needed += plan.loads.size * expert_bytes
             for expert in plan.late.tolist():

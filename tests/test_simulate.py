@@ -24,6 +24,7 @@ from prefetch_runtime.simulate import (
     to_json,
 )
 from prefetch_runtime.trace import Trace, load_trace
+from prefetch_runtime.waves import cut_by_token
 
 RECORDED = Path(__file__).resolve().parent.parent / "models" / "tiny-moe-trace.npz"
 MIB = 1 << 20
@@ -152,6 +153,23 @@ def test_belady_is_the_least_that_any_eviction_can_miss(seed: int) -> None:
         for policy in ("lru", "lfru", "forecast"):
             other = simulate(trace, SimulationSettings(num_slots=num_slots, policy=policy))
             assert other.hit_rate <= belady_hit_rate(trace, num_slots)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_belady_is_the_bound_of_steps_that_are_split_by_token(seed: int) -> None:
+    one_each = _random(seed, tokens=14, layers=1, num_experts=6, top_k=2)
+    trace = replace(one_each, step=np.repeat(np.arange(4, dtype=np.int32), 4)[:14])
+    for num_slots in (2, 3, 4):
+        settings = SimulationSettings(num_slots=num_slots, wide_steps="token")
+        runs = []
+        for start, stop in itertools.pairwise(trace.step_bounds().tolist()):
+            ids = trace.topk[start:stop, 0]
+            runs += [frozenset(ids[run].ravel().tolist()) for run in cut_by_token(ids, num_slots)]
+        result = simulate(trace, replace(settings, policy="belady"))
+        assert result.total("misses") == _least_misses(runs, num_slots)
+        for policy in ("lru", "lfru", "forecast"):
+            other = simulate(trace, replace(settings, policy=policy))
+            assert other.hit_rate <= result.hit_rate
 
 
 def _check_accounts(trace: Trace, result: SimulationResult) -> None:
