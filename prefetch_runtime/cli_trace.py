@@ -240,8 +240,9 @@ def _check_plot(path: Path) -> None:
         check_plot(path)
     except ImportError:
         raise ConfigError("--plot needs matplotlib; pip install matplotlib") from None
-    except ValueError as error:
-        raise ConfigError(f"--plot: cannot draw into {path}: {error}") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--plot: cannot draw into {path}: {why}") from None
 
 
 def _spelled(message: str) -> str:

@@ -167,13 +167,21 @@ def check_output(path: Path, named: str) -> None:
     Raises:
         ConfigError: it cannot, or something that is no plain file would be replaced.
     """
-    folder = Path(os.path.realpath(path)).parent  # which takes links that lead to themselves
-    if not folder.is_dir():
+    try:
+        real = Path(os.path.realpath(path))  # which takes links that lead to themselves
+        folder = real.parent
+        is_folder, is_other = folder.is_dir(), path.exists() and not path.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise ConfigError(f"{named}: cannot write {path}: {error.strerror}") from None
+    except ValueError as error:  # no name of a file
+        raise ConfigError(f"{named}: {error}") from None
+    if not is_folder:
         raise ConfigError(f"{named}: there is no folder {folder}")
-    if path.exists() and not path.is_file():
+    if is_other:
         raise ConfigError(f"{named}: {path} is no plain file; name another one")
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        # Beside it, under a longer name, as it will be written first.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{real.name}."):
             pass
     except OSError as error:
         raise ConfigError(f"{named}: cannot write into {folder}: {error.strerror}") from None

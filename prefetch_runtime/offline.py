@@ -105,9 +105,9 @@ def empty_log(path: Path) -> None:
     Raises:
         ConfigError: something else is there, or the file cannot be written.
     """
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"--log: {path} is no plain file; name another one")
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--log: {path} is no plain file; name another one")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("wb").close()
     except OSError as error:

@@ -1294,6 +1294,8 @@ def test_simulate_learns_a_table_and_goes_on_from_it(
         (["none", "--save-table", table], "name one of transition, frequency in"),
         (["transition,frequency", "--save-table", table], "one predictor has learned"),
         (["transition", "--save-table", "/proc/t.npz"], "cannot write into /proc"),
+        (["transition", "--save-table", "x" * 300], "File name too long"),
+        (["none", "--plot", "x" * 300 + ".png"], "File name too long"),
     ):
         _refused(run(*replay, *given), words)
 
@@ -1367,6 +1369,9 @@ def test_a_trace_without_room_says_how_much_is_left_out(
         ("/dev/null", "is no plain file"),
         (".", "is no plain file"),
         ("/proc/t.npz", "cannot write into"),
+        ("x" * 300, "File name too long"),
+        ("x" * 300 + "/t.npz", "File name too long"),
+        ("x" * 250, "File name too long"),  # it is written under a longer name first
     ],
 )
 def test_a_place_where_no_trace_can_be_written_is_refused_before_recording(

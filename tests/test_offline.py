@@ -148,8 +148,9 @@ def test_a_log_is_emptied_and_nothing_but_a_plain_file_is_touched(tmp_path: Path
         with pytest.raises(ConfigError, match="is no plain file; name another one"):
             empty_log(path)
     assert fifo.exists()
-    with pytest.raises(ConfigError, match="--log: cannot write"):
-        empty_log(log / "below")
+    for path in (log / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="--log: cannot write"):
+            empty_log(path)
 
 
 @pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGHUP])
