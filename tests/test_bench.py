@@ -194,9 +194,14 @@ class TestConfiguration:
         slots: list[int | str] = ["25%", "50%", 64, "100%"]
         assert slot_counts(slots, num_experts=128, top_k=8) == [32, 64, 128]
 
-    @pytest.mark.parametrize("slots", [4, 129, "1%"])
-    def test_slots_that_the_model_cannot_have_are_refused(self, slots: int | str) -> None:
-        with pytest.raises(ConfigError, match="choose between 8 and 128"):
+    @pytest.mark.parametrize(
+        ("slots", "named"), [(4, "4 of"), (129, "129 of"), ("1%", "1% are 1 of")]
+    )
+    def test_slots_that_the_model_cannot_have_are_refused(
+        self, slots: int | str, named: str
+    ) -> None:
+        message = f"^slots: {named} 128 experts, but a token needs 8; choose between 8 and 128$"
+        with pytest.raises(ConfigError, match=message):
             slot_counts([slots], num_experts=128, top_k=8)
 
 
@@ -524,6 +529,12 @@ class TestRows:
         lines = "\n".join(break_even(ROWS))
         assert "full:32 than uva: faster at batch 1 (4.00x at batch 1, 0.83x at 8)" in lines
         assert "than resident: at no batch faster (0.40x at batch 1" in lines
+
+    def test_what_is_printed_as_equal_is_not_called_faster(self) -> None:
+        rows = [measured("resident", None, batch, 5.0) for batch in (1, 2)]
+        rows += [measured("full", 32, 1, 4.98), measured("full", 32, 2, 4.97)]
+        (line,) = break_even(rows)
+        assert line == "full:32 than resident: faster at batch 2 (1.00x at batch 1, 1.01x at 2)"
 
     def test_a_baseline_without_slots_is_compared_with_every_number_of_them(self) -> None:
         rows = [
@@ -927,7 +938,11 @@ class TestSession:
             ({"layers": 49}, "has 48 layers"),
             ({"model": "models/tiny-moe"}, "only a named shape can be cut"),
             ({"slots": [4]}, "choose between 8 and 128"),
-            ({"routing": "none.npz"}, "routing: "),
+            (
+                {"routing": "calibratd"},
+                "^routing: cannot read 'calibratd': No such file or directory; "
+                "give a trace, or one of model, calibrated, uniform$",
+            ),
             ({"prompt_file": "a.txt"}, "has no tokenizer"),
             (
                 {"prompt_tokens": 8192},
@@ -1361,7 +1376,9 @@ class TestCommand:
         [
             ([], "say what to measure"),
             (["misspelt.toml"], "unknown setting 'modle'; did you mean 'model'?"),
-            (["none.toml"], "there is no configuration file 'none.toml'"),
+            (["none.toml"], "there is no configuration file 'none.toml'\n"),
+            ([TINY], f"configuration file {TINY!r}; a model is given by --model"),
+            (["olmoe-1b-7b"], "configuration file 'olmoe-1b-7b'; a model is given by --model"),
             (["--model", "qwen3-30b-a3b", "--minutes", "-1"], "--minutes must be positive"),
             (["--model", "qwen3-30b-a3b", "--engines", "ful"], "did you mean 'full'"),
             (["--model", "qwen3-30b-a3b", "--slots", "few"], "neither a number of experts"),

@@ -307,7 +307,8 @@ def load_config_file(path: Path) -> dict[str, Any]:
     """
     try:
         if not path.is_file():
-            raise ConfigError(f"there is no configuration file {str(path)!r}")
+            hint = "" if path.suffix == ".toml" else "; a model is given by --model"
+            raise ConfigError(f"there is no configuration file {str(path)!r}{hint}")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB: no configuration")
         text = path.read_text(encoding="utf-8")
@@ -357,8 +358,9 @@ def slot_counts(slots: list[int | str], *, num_experts: int, top_k: int) -> list
         share = _share(asked)
         count = asked if isinstance(asked, int) else round((share or 0) * num_experts)
         if not top_k <= count <= num_experts:
+            size = f"{count}" if isinstance(asked, int) else f"{asked} are {count}"
             raise ConfigError(
-                f"slots: {asked} are {count} of {num_experts} experts, but a token needs {top_k}; "
+                f"slots: {size} of {num_experts} experts, but a token needs {top_k}; "
                 f"choose between {top_k} and {num_experts}"
             )
         if count not in counts:

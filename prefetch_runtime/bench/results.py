@@ -223,7 +223,8 @@ def break_even(rows: Iterable[Row]) -> list[str]:
             shared = sorted(set(ours) & set(theirs or {}))
             if theirs is None or not shared:
                 continue
-            faster = [batch for batch in shared if ours[batch] < theirs[batch]]
+            # As printed: a step of 1.00x is not called faster.
+            faster = [batch for batch in shared if round(theirs[batch] / ours[batch], 2) > 1]
             ratios = f"{theirs[shared[0]] / ours[shared[0]]:.2f}x at batch {shared[0]}"
             if len(shared) > 1:
                 ratios += f", {theirs[shared[-1]] / ours[shared[-1]]:.2f}x at {shared[-1]}"

@@ -55,7 +55,12 @@ def make_routing(config: BenchConfig, sizes: ModelSizes) -> Trace | None:
             num_layers=sizes.num_moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k
         )
         trace = trace.batched(widest)
-    except (TraceError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"routing: cannot read {config.routing!r}: {error.strerror}; "
+            f"give a trace, or one of {', '.join(ROUTINGS)}"
+        ) from None
+    except TraceError as error:
         raise ConfigError(f"routing: {error}") from None
     guessing = [name for name in config.engines if _needs_guesses(parse_engine(name).predictor)]
     if guessing and trace.next_gate is None:
