@@ -14,6 +14,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from predictors import LEARNED
 from prefetch_runtime import __version__, cli_bench, cli_plan, cli_trace
@@ -30,6 +31,7 @@ from prefetch_runtime.early_refusals import (
     refuse_misspelt,
     refuse_on_cpu,
     refuse_options,
+    refuse_other_names,
     refuse_tables,
     refuse_taken_port,
 )
@@ -60,6 +62,14 @@ app = typer.Typer(
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+class TakesOurs(TyperCommand):
+    """A command that takes no options of vLLM's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_other_names(args, [name for param in self.params for name in param.opts])
+        return super().parse_args(ctx, args)
 
 
 def _with_default(meaning: str, key: str) -> str:
@@ -439,7 +449,7 @@ def generate_command(
         out.print(f"table: {config.save_table}", markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=TakesOurs)
 def demo(
     model: Annotated[str, typer.Option(help="The model to run.")] = "models/tiny-moe",
     slots: Annotated[
@@ -576,10 +586,10 @@ def _common(
 
 
 app.command(cls=PassesOn, context_settings=CONTEXT, epilog=EPILOG)(cli_trace.trace)
-app.command()(cli_trace.simulate)
-app.command()(cli_bench.bench)
-app.command()(cli_plan.plan)
-app.command()(cli_plan.doctor)
+app.command(cls=TakesOurs)(cli_trace.simulate)
+app.command(cls=TakesOurs)(cli_bench.bench)
+app.command(cls=TakesOurs)(cli_plan.plan)
+app.command(cls=TakesOurs)(cli_plan.doctor)
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

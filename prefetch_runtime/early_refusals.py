@@ -73,6 +73,24 @@ def refuse_misspelt(passed_on: Sequence[str], own: Sequence[str] = OPTIONS) -> N
             )
 
 
+def refuse_other_names(arguments: Sequence[str], own: Sequence[str]) -> None:
+    """An option of ours under the name that it has in `serve`, in a command with another for it.
+
+    Args:
+        own: the options of the command, which takes none of vLLM's.
+
+    Raises:
+        ConfigError: names the option of the command.
+    """
+    here = {OTHER_NAMES.get(option, option): option for option in own}
+    for argument in arguments:
+        given = argument.partition("=")[0]
+        name = given.replace("_", "-")
+        meant = here.get(OTHER_NAMES.get(name, name))
+        if given not in own and meant is not None:
+            raise ConfigError(f"unknown option {given}; here it is {meant}")
+
+
 def refuse_options(passed_on: Sequence[str]) -> None:
     """Options of `vllm serve` that the cache does not serve: several GPUs, vLLM's offloaders.
 

@@ -282,6 +282,25 @@ class TestServe:
             _refused(run("serve", HUB, given, "8"), words)
         assert not executed
 
+    @pytest.mark.parametrize(
+        ("command", "given", "here"),
+        [
+            ("demo", "--moe-expert-cache-size", "--slots"),
+            ("simulate", "--moe-expert-cache-size=8", "--slots"),
+            ("simulate", "--slots_per_layer", "--slots"),
+            ("simulate", "--eviction-policy", "--policy"),
+            ("simulate", "--predictor-widen", "--widen"),
+            ("simulate", "--prefetch-budget-mib", "--budget-mib"),
+            ("bench", "--moe-expert-cache-size", "--slots"),
+            ("plan", "--mode", "--prefetch-mode"),
+        ],
+    )
+    def test_an_option_by_its_name_in_serve_is_answered_with_that_of_the_command(
+        self, command: str, given: str, here: str, run: Callable[..., Ran]
+    ) -> None:
+        words = f"error: unknown option {given.partition('=')[0]}; here it is {here}\n"
+        _refused(run(command, given, "8"), words)
+
     def test_the_options_that_can_be_misspelt_are_those_of_serve(self) -> None:
         parameters = typer.main.get_command(cli.app).commands["serve"].params  # type: ignore[attr-defined]
         options = {name for p in parameters for name in p.opts if name.startswith("--")}
