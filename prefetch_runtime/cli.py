@@ -134,7 +134,7 @@ SaveTableOption = Annotated[
     typer.Option(
         "--save-table",
         metavar="FILE",
-        help="Where what it has learned is written when the engine ends.",
+        help="Where what it has learned is written, every 10 s and when the engine ends.",
     ),
 ]
 BudgetOption = Annotated[
@@ -509,8 +509,8 @@ def _print_counters(stats: RuntimeStats, predictor: str) -> None:
     if stats.mode_reason:
         out.print(f"mode {stats.mode}: {stats.mode_reason}", markup=False, style="dim italic")
     guesses = (
-        "late: demanded while their prefetch was under way; guess: prefetched; used: of the "
-        "guesses, demanded in time; drop: of the guesses, given up unused; "
+        f"late: demanded while their prefetch was under way; guess: prefetched by {predictor}; "
+        "used: of the guesses, demanded in time; drop: of the guesses, given up unused; "
     )
     out.print(
         "hit %: demanded experts that were there; "

@@ -225,8 +225,10 @@ def simulate(
         return
     out.print(_table(results))
     out.print(
-        "stall: us a step. useful, late, wasted: MiB of speculation a step; late ones were under "
-        "way when they were demanded, which shortens the stall, too"
+        "hits: demanded experts that were in slots; Belady: with the best eviction, without "
+        "prediction; recall: of those that had to come, predicted; stall: us a step. useful, late, "
+        "wasted: MiB of speculation a step; late ones were under way when they were demanded, "
+        "which shortens the stall, too"
     )
     out.print(_assumptions(settings), markup=False)
     for name, file in (("table", save_table), ("plot", plot_file)):

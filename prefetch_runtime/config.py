@@ -85,7 +85,8 @@ class PrefetchConfig(BaseModel):
     predictor_table: str | None = Field(default=None, min_length=1)
     """An .npz file of what `transition` or `frequency` has learned, to go on from."""
     save_table: str | None = Field(default=None, min_length=1)
-    """The .npz file into which what it has learned is written when the engine ends."""
+    """The .npz file into which what it has learned is written, every 10 s and when the engine
+    ends."""
     prefetch_budget_mib: float | Literal["auto"] = "auto"
     """MiB of speculation per layer and step; "auto" = what the link has time for, and nothing where
     speculation does not pay."""

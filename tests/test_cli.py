@@ -967,6 +967,7 @@ class TestGenerate:
             ran = run("generate", TINY, *given, "--predictor", predictor)
             assert ran.status == 0
             assert (words in ran.out) == is_said
+            assert ("guess: prefetched by next_gate;" in ran.out) == (stats is some)
             assert "nothing was" not in ran.out or is_said
 
     def test_why_the_mode_was_chosen_stands_left_under_the_counters(
@@ -1273,7 +1274,8 @@ def test_simulate_says_what_it_assumes_and_which_options_change_it(
               "--expert-mib=18", "--link-gbs=25")  # fmt: skip
     rows = [line.split() for line in ran.out.splitlines() if " lru" in line]
     assert [(row[2], row[5][-1]) for row in rows] == [("none", "-"), ("next_gate", "%")] * 2
-    legend = ran.out[ran.out.index("\nstall: ") :].partition("assumed: ")[0]
+    legend = ran.out[ran.out.index("\nhits: ") :].partition("assumed: ")[0]
+    assert all(f"{head}: " in " ".join(legend.split()) for head in ("Belady", "recall", "stall"))
     assert "when they were demanded, which shortens the stall, too" in " ".join(legend.split())
     assert not any(line.startswith(" ") for line in legend.strip("\n").splitlines())
     assumed = " ".join(ran.out.partition("assumed: ")[2].split())

@@ -332,11 +332,14 @@ class PrefetchEngine:
         )
         if is_first:
             logger.info(
-                "Expert cache: %d of %d experts per MoE layer on the device (%s), mode %s",
+                "Expert cache: %d of %d experts per MoE layer on the device (%s), mode %s, "
+                "policy %s, predictor %s",
                 num_slots,
                 store.num_experts,
                 asked,
                 self.mode,
+                config.policy,
+                config.predictor,
             )
         return num_slots
 

@@ -63,6 +63,7 @@ def test_the_verdict_is_yes_with_all_threads(
     log = (tmp_path / "demo.log").read_text()
     assert "Expert cache: mode 'eager', for mode 'full' needs a CUDA device" in log
     assert "Expert cache: 8 of 32 experts per MoE layer on the device" in log
+    assert "mode eager, policy lru, predictor next_gate\n" in log
     assert lines[-1] == f"identical: yes, {4 * TOKENS} tokens"
     assert status == 0
     assert any("mode eager: mode 'full' needs a CUDA device" in line for line in lines)
