@@ -15,6 +15,7 @@ from prefetch_runtime.model_shape import (
     expert_shape,
     find_folder,
     may_have_experts,
+    offer_tiny_moe,
     read_config,
     sources,
 )
@@ -49,7 +50,8 @@ def check_model(
         return None
     if folder is None or declared is None:
         if "/" not in model:
-            hint = "; it is a shape without weights, for plan and bench" if model in SHAPES else ""
+            shape = "; it is a shape without weights, for plan and bench"
+            hint = shape if model in SHAPES else offer_tiny_moe(model)
             raise ModelError(
                 f"there is no model folder {model!r}, and names on the hub have an owner before "
                 f"them (owner/{model}){hint}"

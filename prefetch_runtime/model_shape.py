@@ -138,11 +138,17 @@ def _named(name: str) -> dict[str, Any]:
     if name in SHAPES:
         return published_config(name)
     near = get_close_matches(name.lower(), SHAPES, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else offer_tiny_moe(name)
     raise ModelError(
         f"{name!r} is no named shape, and there is no such folder. Shapes with a name are "
         f"{', '.join(SHAPES)}; names on the hub have an owner before them (owner/{name}){hint}"
     )
+
+
+def offer_tiny_moe(name: str) -> str:
+    """The end of a message on a name that lacks only the folder of the project's own model."""
+    is_meant = get_close_matches(name.lower(), [Path(TINY_MOE).name], n=1, cutoff=0.8)
+    return f"; did you mean {TINY_MOE!r}?" if is_meant and Path(TINY_MOE).is_dir() else ""
 
 
 def _fetch(model: str) -> Path:

@@ -833,11 +833,23 @@ class TestBadInput:
 
     @BOTH
     @pytest.mark.parametrize(
-        ("name", "hint"), [("tiny-mo", ""), ("olmoe-1b-7b", "a shape without weights")]
+        ("name", "hint"),
+        [
+            ("tiny", "(owner/tiny)\n"),
+            ("tiny-moe", "(owner/tiny-moe); did you mean 'models/tiny-moe'?\n"),
+            ("tiny_moe", "(owner/tiny_moe); did you mean 'models/tiny-moe'?\n"),
+            ("olmoe-1b-7b", "a shape without weights"),
+        ],
     )
     def test_a_name_that_is_neither_a_folder_nor_on_the_hub(
-        self, command: list[str], name: str, hint: str, run: Callable[..., Ran]
+        self,
+        command: list[str],
+        name: str,
+        hint: str,
+        run: Callable[..., Ran],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.chdir(ROOT)
         _refused(
             run(command[0], name, *command[1:], "--moe-expert-cache-size", "8"),
             f"there is no model folder '{name}', and names on the hub have an owner",

@@ -33,12 +33,18 @@ def _folder(path: Path, config: str | bytes) -> str:
 class TestLoadConfig:
     @pytest.mark.parametrize(
         ("name", "nearest"),
-        [("qwen3-30b", "qwen3-30b-a3b"), ("Mixtral-8x7B", "mixtral-8x7b"), ("foo", None)],
+        [
+            ("qwen3-30b", "qwen3-30b-a3b"),
+            ("Mixtral-8x7B", "mixtral-8x7b"),
+            ("tiny-moe", "models/tiny-moe"),
+            ("foo", None),
+        ],
     )
     def test_an_unknown_name_is_refused_with_all_shapes_and_the_nearest_at_once(
         self, name: str, nearest: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(model_shape, "_fetch", lambda _: pytest.fail("asked the hub"))
+        monkeypatch.chdir(ROOT)
         with pytest.raises(ModelError, match=f"'{name}' is no named shape") as refused:
             load_config(name)
         assert all(shape in str(refused.value) for shape in SHAPES)
