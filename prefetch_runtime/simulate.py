@@ -394,6 +394,7 @@ def plot(results: Sequence[SimulationResult], path: Path | str) -> None:
     check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -411,11 +412,14 @@ def plot(results: Sequence[SimulationResult], path: Path | str) -> None:
         stall_axis.plot(slots, [p.stall_us_per_step / 1e3 for p in points], marker="o", label=name)
     if bound:
         slots = sorted(bound)
-        hit_axis.plot(slots, [100 * bound[n] for n in slots], "k--", label="belady, none")
+        hit_axis.plot(
+            slots, [100 * bound[n] for n in slots], "k--", marker="_", label="belady, none"
+        )
     hit_axis.set(xlabel="slots per layer", ylabel="demanded experts resident (%)")
     stall_axis.set(xlabel="slots per layer", ylabel="stall per step (ms)", ylim=(0, None))
     hit_axis.legend()
     for axis in (hit_axis, stall_axis):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 

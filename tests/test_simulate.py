@@ -538,3 +538,20 @@ def test_a_table_that_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
         simulate(trace, replace(settings, predictor_table=tmp_path / "gone.npz"))
     with pytest.raises(ValueError, match="predictor 'none' has no table"):
         learn(trace, SimulationSettings(num_slots=4))
+
+
+def test_a_plot_of_one_number_of_slots_shows_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    figures = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    result = simulate(_trace([[0, 1]]), SimulationSettings(num_slots=4))
+    plot([replace(result, belady_hit_rate=0.5)], tmp_path / "a.png")
+    (figure,) = drawn
+    hits, stall = figure.axes
+    *_, bound = hits.get_lines()
+    assert bound.get_label() == "belady, none"
+    assert bound.get_marker() == "_", "a dashed line through one point shows nothing"
+    for axis in (hits, stall):
+        assert all(tick == round(tick) for tick in axis.get_xticks()), "slots are whole"
