@@ -518,6 +518,8 @@ class TestRows:
         assert full["limit_ms"] == 2.0, "100 MB take as long as the resident step"
         wide = rows[5]
         assert wide["overhead_ms"] == 0.0
+        assert wide["compute_ms"] == 2.0, "less than the resident step: the stall leaves no more"
+        assert wide["compute_ms"] + wide["stall_ms"] == 60.0
         assert wide["limit_ms"] == 40.0
         assert "compute_ms" not in rows[0]
 

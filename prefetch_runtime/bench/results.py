@@ -169,7 +169,8 @@ def measured_row(
 def with_parts(rows: Sequence[Row], link_gbs: float | None) -> list[Row]:
     """Rows with their step cut into compute, stall and overhead, where a resident run allows it.
 
-    compute: the step of the resident engine of the same kind (graphs or eager) at the same batch;
+    compute: the step of the resident engine of the same kind (graphs or eager) at the same batch,
+    but no more than the stall leaves of this step;
     stall: the runtime's own counter of the time that compute waited for demanded experts;
     overhead: what is left, at least 0. limit: the larger of compute and the missed bytes over the
     link, which perfect prefetching would reach.
@@ -187,7 +188,7 @@ def with_parts(rows: Sequence[Row], link_gbs: float | None) -> list[Row]:
         if row["status"] != "ok" or compute is None or row["engine"].startswith("resident"):
             continue
         row["resident_ms"] = compute
-        row["compute_ms"] = min(compute, row["step_ms"])
+        row["compute_ms"] = min(compute, max(0.0, row["step_ms"] - row.get("stall_ms", 0.0)))
         if "stall_ms" in row:
             row["overhead_ms"] = max(0.0, row["step_ms"] - row["compute_ms"] - row["stall_ms"])
         if "demand_bytes_per_step" in row and link_gbs is not None:
