@@ -1272,7 +1272,10 @@ class TestReport:
     def test_servers_alone_are_drawn_and_have_no_slots(self, tmp_path: Path) -> None:
         done = self.results()
         done.rows = [measured("other", None, 1, 4.0)]
+        for earlier in ("parts.png", "other.png"):
+            (tmp_path / earlier).touch()
         assert len(plots.draw(report.as_json(done), tmp_path)) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"steps.png", "other.png"}
         assert "| other |  |  | 4.00 |  |" in report.markdown(report.as_json(done))
 
     def test_nothing_measured_draws_nothing(self, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ STEPS_FILE, PARTS_FILE = "steps.png", "parts.png"
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the plots that the rows allow; nothing measured: none.
+    """Write the plots that the rows allow; nothing measured: none. Those of earlier results that
+    the rows do not allow are removed.
 
     Args:
         results: as `report.as_json` makes it.
@@ -20,11 +21,14 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
         OSError: a file cannot be written.
     """
     rows = [row for row in results["rows"] if row["status"] == "ok"]
+    steps, parts = folder / STEPS_FILE, folder / PARTS_FILE
     paths = []
     if rows:
-        paths.append(_draw_steps(rows, results, folder / STEPS_FILE))
+        paths.append(_draw_steps(rows, results, steps))
     if any("compute_ms" in row for row in rows):
-        paths.append(_draw_parts(rows, results, folder / PARTS_FILE))
+        paths.append(_draw_parts(rows, results, parts))
+    for path in {steps, parts}.difference(paths):
+        path.unlink(missing_ok=True)
     return paths
 
 

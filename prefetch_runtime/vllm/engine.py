@@ -28,6 +28,7 @@ from prefetch_runtime.injection import RoutingInjection
 from prefetch_runtime.refusals import mode_refused
 from prefetch_runtime.scheduler import Between, ExpertWave, Guesses, Scheduler
 from prefetch_runtime.vllm.checks import check_slots
+from prefetch_runtime.waves import rows_of_half
 
 logger = init_logger(__name__)
 
@@ -319,7 +320,7 @@ class PrefetchEngine:
             num_slots = self._slots_within(config.expert_cache_gib * 2**30, store)
         elif config.slots_per_layer == "auto":
             asked = f"{spelled('slots_per_layer')} 'auto'"
-            num_slots = self._slots_within(self._auto_bytes(), store)
+            num_slots = self._slots_within(self._auto_bytes(top_k), store)
         else:
             asked = f"{spelled('slots_per_layer')} {config.slots_per_layer}"
             num_slots = config.slots_per_layer
@@ -362,11 +363,31 @@ class PrefetchEngine:
     def _bytes_of_a_slot_in_each_layer(self) -> int:
         return sum(layer.layout.payload_bytes for layer in self.host_store.layers)
 
-    def _auto_bytes(self) -> float:
+    def _auto_bytes(self, top_k: int) -> float:
         """The budget of 'auto'; decided once, at the first layer, before any slot is allocated."""
         if self._auto is None:
-            self._auto = auto_budget(self._vllm_config, self.device, self.host_store.total_bytes)
+            all_experts = self.host_store.total_bytes
+            budget = auto_budget(self._vllm_config, self.device, all_experts)
+            if self.device.type == "cuda":
+                budget -= self._bytes_of_wave_rows(top_k)
+                if budget < all_experts:  # with a slot for each expert nothing is streamed
+                    budget -= self._bytes_of_ring()
+            self._auto = max(0.0, budget)
         return self._auto
+
+    def _bytes_of_wave_rows(self, top_k: int) -> int:
+        model = self._vllm_config.model_config
+        max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        return int(max_tokens * top_k * model.get_hidden_size() * model.dtype.itemsize)
+
+    def _bytes_of_ring(self) -> int:
+        """Of both halves, for the largest experts."""
+        asked = self.config.staging_slots
+        return max(
+            2 * size * rows_of_half(asked, expert_bytes=size, num_experts=layer.num_experts)
+            for layer in self.host_store.layers
+            for size in (layer.layout.payload_bytes,)
+        )
 
     def wave_rows(self, top_k: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
         """[max tokens, top_k, hidden] that keeps a wide step's rows apart; shared by all layers."""
@@ -506,7 +527,8 @@ def auto_budget(vllm_config: VllmConfig, device: torch.device, experts_bytes: in
 
     The KV cache is planned first: what `--kv-cache-memory-bytes` says, else room for eight
     sequences of full length, but at most half of what the dense weights leave. A tenth of the
-    budget stays free for activations. On a CPU device half of the experts are cached.
+    budget stays free for activations. On a CPU device half of the experts are cached. What the
+    cache needs besides slots is not counted here.
     """
     if device.type != "cuda":
         return experts_bytes / 2
