@@ -532,6 +532,10 @@ class DeviceScheduler(Scheduler):
             else 0,
         )
 
+    @property
+    def _predictor(self) -> str:
+        return "none" if self._hook is None else "next_gate"
+
     def reset(self) -> None:
         """Empty every slot and restart the counters. Between steps only."""
         self._copier.synchronize()

@@ -97,7 +97,7 @@ INFO = Series("", "info", "Always 1; the labels say what runs.")
 SNAPSHOT_TIME = Series(
     "", "snapshot_timestamp_seconds", "Unix time at which the counters were read last."
 )
-INFO_LABELS = ("version", "mode", "policy")
+INFO_LABELS = ("version", "mode", "policy", "predictor")
 
 
 class Scheduler(Protocol):
@@ -164,7 +164,10 @@ class CacheSeries:
             self._set(series, getattr(stats, series.field))
         if self._info is None:
             self._info = self._metric(Gauge, INFO, INFO_LABELS).labels(
-                version=prefetch_runtime.__version__, mode=stats.mode, policy=stats.policy
+                version=prefetch_runtime.__version__,
+                mode=stats.mode,
+                policy=stats.policy,
+                predictor=stats.predictor,
             )
             self._info.set(1)
         self._metric(Gauge, SNAPSHOT_TIME, ()).set(read_at)

@@ -687,11 +687,16 @@ class Scheduler:
         be called by another thread than the one that steps."""
         return self._stats_with([self._stats_of(layer) for layer in self.layers])
 
+    @property
+    def _predictor(self) -> str:
+        return "none" if self._prefetcher is None else self._prefetcher.predictor.name
+
     def _stats_with(self, of_layers: Sequence[LayerStats]) -> RuntimeStats:
         layers = self.layers
         return RuntimeStats(
             mode=self._mode,
             policy=self._policy,
+            predictor=self._predictor,
             slot_bytes=sum(layer.buffers.nbytes for layer in layers),
             staging_bytes=sum(h.nbytes for ring in self._staging.values() for h in ring.halves),
             host_bytes=self._host_store.total_bytes,

@@ -66,6 +66,7 @@ class RuntimeStats:
     mode_reason: str = ""
     """Why that mode and no other."""
     policy: str
+    predictor: str = "none"
     slot_bytes: int
     staging_bytes: int
     host_bytes: int

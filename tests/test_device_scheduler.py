@@ -542,7 +542,9 @@ def test_a_prefetch_of_a_step_that_failed_ends_before_the_next_begins(then: str)
     # A replay joins its own branch alone, and would take for whole what is still being copied.
     device = _device()
     shape = PredictorShape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
+    assert device.stats().predictor == "none"
     device.predict_on_device(create_predictor("next_gate", shape))
+    assert device.stats().predictor == "next_gate"
     branch = device._branch
     assert branch is not None
     device.begin_step()

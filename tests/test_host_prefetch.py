@@ -47,10 +47,12 @@ def test_any_predictor_may_ask_for_the_next_routers_guesses(needs: bool) -> None
     shape = PredictorShape(num_layers=2, num_experts=NUM_EXPERTS, top_k=TOP_K)
     cache = small_cache(NUM_EXPERTS, NUM_SLOTS, num_layers=2)
     assert not cache.scheduler.needs_guesses
+    assert cache.scheduler.stats().predictor == "none"
     cache.scheduler.attach_prefetcher(
         HostPrefetcher(Mine(shape), HostCopier(), num_layers=2, top_k=TOP_K)
     )
     assert cache.scheduler.needs_guesses == needs
+    assert cache.scheduler.stats().predictor == "mine"
 
 
 def step(cache: SmallCache, chosen: list[int], guesses: list[int], then: list[int]) -> None:

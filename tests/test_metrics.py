@@ -60,6 +60,7 @@ def _stats(*layers: LayerStats) -> RuntimeStats:
     return RuntimeStats(
         mode="eager",
         policy="lru",
+        predictor="next_gate",
         slot_bytes=1 << 20,
         staging_bytes=1 << 10,
         host_bytes=1 << 22,
@@ -111,7 +112,7 @@ def test_names_carry_the_unit_of_their_field() -> None:
 
 
 def test_every_number_of_the_stats_is_exported() -> None:
-    told_otherwise = {"layer_idx", "layer_name", "mode", "policy", "layers"}  # labels
+    told_otherwise = {"layer_idx", "layer_name", "mode", "policy", "predictor", "layers"}  # labels
     told_otherwise |= {"mode_reason"}  # a sentence, for the table of `generate`
     told_in_parts = {"bytes_prefetched"}  # useful, late and wasted
     not_a_counter_of_the_cache = {"host_calls"}
@@ -130,7 +131,7 @@ def test_the_labels_are_layer_and_kind_and_nothing_that_grows(registry: Collecto
             for label in (family.samples[0].labels if family.samples else {})
         }
         if name == PREFIX + "info":
-            assert set(seen) == {"version", "mode", "policy"}
+            assert set(seen) == {"version", "mode", "policy", "predictor"}
             continue
         assert set(seen) <= {"layer", "kind"}
         assert seen.get("layer", {"0", "1", "2"}) == {"0", "1", "2"}
@@ -149,7 +150,12 @@ def test_the_kinds_of_bytes_are_one_metric(registry: CollectorRegistry) -> None:
 
 def test_the_info_says_what_runs(registry: CollectorRegistry) -> None:
     CacheSeries(registry).write(_stats(_layer()))
-    labels = {"version": prefetch_runtime.__version__, "mode": "eager", "policy": "lru"}
+    labels = {
+        "version": prefetch_runtime.__version__,
+        "mode": "eager",
+        "policy": "lru",
+        "predictor": "next_gate",
+    }
     assert _value(registry, "info", **labels) == 1
 
 
@@ -270,7 +276,7 @@ def test_another_process_reads_the_same_series(collected: CollectorRegistry) -> 
     assert _value(collected, "expert_hits_total", layer="1") == 8
     assert _value(collected, "slots", layer="1") == 8
     info = _scrape(collected)[PREFIX + "info"].samples[0].labels
-    assert set(info) == {"version", "mode", "policy"}, "no label of the process"
+    assert set(info) == {"version", "mode", "policy", "predictor"}, "no label of the process"
 
 
 def test_a_worker_that_starts_again_in_the_same_folder_goes_on(
@@ -639,7 +645,7 @@ def test_the_page_lists_every_series_once_with_its_labels() -> None:
     labels = {PREFIX + series.name: "" for series in (*COUNTERS, *GAUGES, SNAPSHOT_TIME)}
     labels |= {PREFIX + series.name: "`layer`" for series in (*LAYER_COUNTERS, *LAYER_GAUGES)}
     labels |= {PREFIX + s.name: "`layer`, `kind`" for s in LAYER_COUNTERS if s.kind}
-    labels[PREFIX + INFO.name] = "`version`, `mode`, `policy`"
+    labels[PREFIX + INFO.name] = "`version`, `mode`, `policy`, `predictor`"
     assert {name: told.strip() for name, told in rows} == labels
 
 

@@ -224,10 +224,10 @@ def test_types_and_labels_are_as_they_should_be(server: dict[str, Any]) -> None:
         for name, _ in values
     )
     assert {label for _, labels in values for label, _ in labels} == {
-        *("layer", "kind", "version", "mode", "policy")
+        *("layer", "kind", "version", "mode", "policy", "predictor")
     }
     ((_, info),) = [key for key in values if key[0] == PREFIX + "info"]
-    assert dict(info).keys() == {"version", "mode", "policy"}
+    assert dict(info).keys() == {"version", "mode", "policy", "predictor"}
     assert dict(info)["mode"] == "eager"
 
 
