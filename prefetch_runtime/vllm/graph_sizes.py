@@ -16,7 +16,7 @@ def add_widest_batch(compilation: Any, engine: PrefetchEngine) -> None:
     """Have vLLM capture the widest batch that fits the slots, before it lists its graphs.
 
     vLLM pads a batch to the next captured size. Where that one is too wide for the slots, the batch
-    would run in waves (mode `full`) or without a graph (`segmented`) although it fits by itself.
+    would run in waves although it fits by itself.
     """
     sizes = compilation.cudagraph_capture_sizes
     widest = engine.most_tokens()

@@ -6,11 +6,7 @@ from typing import Any
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from prefetch_runtime.scheduler import Scheduler
-from prefetch_runtime.vllm.checks import (
-    GRAPHS_OF,
-    check_full_graphs_left,
-    check_layers_are_ours,
-)
+from prefetch_runtime.vllm.checks import check_full_graphs_left, check_layers_are_ours
 from prefetch_runtime.vllm.engine import PrefetchEngine
 from prefetch_runtime.vllm.graph_sizes import (
     add_widest_batch,
@@ -36,7 +32,7 @@ class PrefetchModelRunner:
             lambda layer: isinstance(layer, PrefetchRoutedExperts),
         )
         self.prefetch_engine.seal(self.get_model())  # type: ignore[attr-defined]
-        if self.prefetch_engine.mode in GRAPHS_OF:
+        if self.prefetch_engine.mode == "full":
             compilation = self.compilation_config  # type: ignore[attr-defined]
             add_widest_batch(compilation, self.prefetch_engine)
         dispatcher = getattr(self, "cudagraph_dispatcher", None)

@@ -1,7 +1,7 @@
 """Which batches are captured, how padded rows are told, and what happens without FULL graphs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -45,28 +45,6 @@ class TestTheWidestBatch:
 
     def test_without_graphs_there_is_nothing_to_add_to(self) -> None:
         assert self.sizes(6, []) == []
-
-    @pytest.mark.parametrize(("mode", "added"), [("full", [6]), ("segmented", [6]), ("eager", [])])
-    def test_every_mode_with_graphs_does_so_before_vllm_lists_them(
-        self, mode: str, added: list[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from prefetch_runtime.vllm import model_runner
-
-        class Runner:
-            def load_model(self) -> None:
-                self.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8])
-
-            def get_model(self) -> torch.nn.Module:
-                return torch.nn.Identity()
-
-        monkeypatch.setattr(model_runner, "check_layers_are_ours", lambda *_: None)
-        runner: Any = model_runner.runner_class(Runner)()
-        runner.prefetch_engine = SimpleNamespace(
-            mode=mode, loading=nullcontext, seal=lambda _: None, most_tokens=lambda: 6
-        )
-        runner.load_model()
-        sizes = runner.compilation_config.cudagraph_capture_sizes
-        assert sizes == sorted([1, 2, 4, 8, *added])
 
 
 class TestV1:
