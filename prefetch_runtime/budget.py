@@ -199,10 +199,9 @@ class _Layer:
         self.seen = _Totals()
         self._window_s: float | None = None
         self._balance = 0.0
-        # Since the last judgement: bytes that were there for their demand, what they saved as bytes
-        # on the link, all bytes, those that were copied ahead of the demand, and what the experts
-        # that made room cost.
-        self._good = self._saved = self._moved = self._ahead = self._displaced = 0.0
+        # Since the last judgement, as bytes on the link: what was saved, what was moved, how much
+        # of that ahead of the demand, and what the experts that made room cost.
+        self._saved = self._moved = self._ahead = self._displaced = 0.0
         self._steps_so = 0  # steps in the present state
         self.num_failed = 0
         """Trials, and times on, that did not pay, since it last paid for long."""
@@ -220,7 +219,6 @@ class _Layer:
         if self.is_on:
             there = (totals.at_once - seen.at_once) * self._expert_bytes
             there += totals.late_bytes - seen.late_bytes
-            self._good += there
             self._saved += there
             if is_measured:
                 would_wait = (totals.absent - seen.absent) * self._expert_bytes
@@ -238,8 +236,7 @@ class _Layer:
         return self._set_budget(link_bytes_per_s)
 
     def _judge(self) -> None:
-        good = min(self._good, self._moved)
-        saved = min(self._saved, good)
+        saved = min(self._saved, self._moved)
         net = saved - COMPUTE_SLOWDOWN * self._ahead - self._displaced
         balance = net / self._ahead
         self._forget()
@@ -272,7 +269,7 @@ class _Layer:
         self._forget()
 
     def _forget(self) -> None:
-        self._good = self._saved = self._moved = self._ahead = self._displaced = 0.0
+        self._saved = self._moved = self._ahead = self._displaced = 0.0
 
     def _set_budget(self, link_bytes_per_s: float) -> bool:
         """Returns whether the budget has changed. Small changes are not worth one."""
