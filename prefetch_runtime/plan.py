@@ -16,6 +16,7 @@ from prefetch_runtime.waves import (
     MOST_CAPTURED_WAVES,
     MOST_RING_ROWS,
     MOST_TOKENS_IN_WAVES,
+    ring_bytes,
     rows_of_half,
     worst_waves,
 )
@@ -235,7 +236,9 @@ class Planner:
         sizes, workload = self.sizes, self.workload
         usable = int(self.gpu.gib * 2**30 * workload.utilization)
         # Two halves, as the runtime allocates them, for all layers together.
-        staging = 2 * self._rows_of_half() * sizes.expert_bytes
+        staging = ring_bytes(
+            workload.staging_slots, expert_bytes=sizes.expert_bytes, num_experts=sizes.num_experts
+        )
         kv_cache = workload.batch * sizes.kv_bytes(workload.context)
         activations = int(ACTIVATIONS_SHARE * usable)
         left = usable - sizes.dense_bytes - kv_cache - activations

@@ -86,3 +86,9 @@ def rows_of_half(
     else:
         both = staging_slots
     return min(max(1, both // 2), num_experts)
+
+
+def ring_bytes(staging_slots: int | Literal["auto"], *, expert_bytes: int, num_experts: int) -> int:
+    """What both halves of the ring weigh; see `rows_of_half`."""
+    rows = rows_of_half(staging_slots, expert_bytes=expert_bytes, num_experts=num_experts)
+    return 2 * rows * expert_bytes

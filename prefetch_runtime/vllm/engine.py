@@ -28,7 +28,7 @@ from prefetch_runtime.injection import RoutingInjection
 from prefetch_runtime.refusals import mode_refused
 from prefetch_runtime.scheduler import Between, ExpertWave, Guesses, Scheduler
 from prefetch_runtime.vllm.checks import check_slots
-from prefetch_runtime.waves import rows_of_half
+from prefetch_runtime.waves import ring_bytes
 
 logger = init_logger(__name__)
 
@@ -366,13 +366,13 @@ class PrefetchEngine:
     def _auto_bytes(self, top_k: int) -> float:
         """The budget of 'auto'; decided once, at the first layer, before any slot is allocated."""
         if self._auto is None:
-            all_experts = self.host_store.total_bytes
-            budget = auto_budget(self._vllm_config, self.device, all_experts)
-            if self.device.type == "cuda":
-                budget -= self._bytes_of_wave_rows(top_k)
-                if budget < all_experts:  # with a slot for each expert nothing is streamed
-                    budget -= self._bytes_of_ring()
-            self._auto = max(0.0, budget)
+            self._auto = auto_budget(
+                self._vllm_config,
+                self.device,
+                self.host_store.total_bytes,
+                wave_rows_bytes=self._bytes_of_wave_rows(top_k),
+                staging_bytes=self._bytes_of_ring(),
+            )
         return self._auto
 
     def _bytes_of_wave_rows(self, top_k: int) -> int:
@@ -381,12 +381,14 @@ class PrefetchEngine:
         return int(max_tokens * top_k * model.get_hidden_size() * model.dtype.itemsize)
 
     def _bytes_of_ring(self) -> int:
-        """Of both halves, for the largest experts."""
-        asked = self.config.staging_slots
+        """Of the layer that has the heaviest."""
         return max(
-            2 * size * rows_of_half(asked, expert_bytes=size, num_experts=layer.num_experts)
+            ring_bytes(
+                self.config.staging_slots,
+                expert_bytes=layer.layout.payload_bytes,
+                num_experts=layer.num_experts,
+            )
             for layer in self.host_store.layers
-            for size in (layer.layout.payload_bytes,)
         )
 
     def wave_rows(self, top_k: int, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -522,21 +524,38 @@ def current_engine() -> PrefetchEngine:
         ) from None
 
 
-def auto_budget(vllm_config: VllmConfig, device: torch.device, experts_bytes: int) -> float:
+def auto_budget(
+    vllm_config: VllmConfig,
+    device: torch.device,
+    experts_bytes: int,
+    *,
+    wave_rows_bytes: int,
+    staging_bytes: int,
+) -> float:
     """Device bytes for slots when the user leaves the choice to us.
 
     The KV cache is planned first: what `--kv-cache-memory-bytes` says, else room for eight
     sequences of full length, but at most half of what the dense weights leave. A tenth of the
-    budget stays free for activations. On a CPU device half of the experts are cached. What the
-    cache needs besides slots is not counted here.
+    budget stays free for activations. The rows of waves come before slots, too, and the staging
+    ring, unless all experts fit: then nothing is streamed. On a CPU device half of the experts are
+    cached.
     """
     if device.type != "cuda":
         return experts_bytes / 2
     total = torch.cuda.get_device_properties(device).total_memory
     cache = vllm_config.cache_config
     left = total * cache.gpu_memory_utilization * 0.9 - torch.cuda.memory_allocated(device)
-    if cache.kv_cache_memory_bytes is not None:
-        return float(max(0.0, left - cache.kv_cache_memory_bytes))
+    kv_bytes = cache.kv_cache_memory_bytes
+    if kv_bytes is None:
+        kv_bytes = min(left / 2, _kv_bytes(vllm_config))
+    left -= kv_bytes + wave_rows_bytes
+    if left < experts_bytes:
+        left -= staging_bytes
+    return float(max(0.0, left))
+
+
+def _kv_bytes(vllm_config: VllmConfig) -> int:
+    """Of the sequences that `auto_budget` makes room for."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     per_token = (
@@ -547,4 +566,4 @@ def auto_budget(vllm_config: VllmConfig, device: torch.device, experts_bytes: in
         * torch.empty(0, dtype=model.dtype).element_size()
     )
     sequences = min(8, vllm_config.scheduler_config.max_num_seqs)
-    return float(max(0.0, left - min(left / 2, sequences * model.max_model_len * per_token)))
+    return int(sequences * model.max_model_len * per_token)
