@@ -301,16 +301,22 @@ def test_waves_of_a_kernel_that_computes_every_block_name_a_row_for_every_expert
     assert computed == [[0, 1, 5, 7], [4, 6], [8]]
 
 
-def test_the_ids_of_a_layer_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, copier = _ring_cache()
-    received = []
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
+    """The demands that the host has waited for."""
+    taken: list[Sent] = []
     receive = DemandReader.receive
 
     def counted(reader: DemandReader, sent: Sent) -> object:
-        received.append(sent)
+        taken.append(sent)
         return receive(reader, sent)
 
     monkeypatch.setattr(DemandReader, "receive", counted)
+    return taken
+
+
+def test_the_ids_of_a_layer_are_read_once(received: list[Sent]) -> None:
+    cache, copier = _ring_cache()
     for ids in (_ids([0, 1, 2, 3], [4, 5, 6, 7]), _ids([0, 1, 2, 3], [0, 1, 2, 3])):
         cache.scheduler.begin_step()
         received.clear()
@@ -322,17 +328,9 @@ def test_the_ids_of_a_layer_are_read_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_ids_of_rows_without_a_token_are_read_once_and_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
+    received: list[Sent],
 ) -> None:
     cache = small_cache()
-    received = []
-    receive = DemandReader.receive
-
-    def counted(reader: DemandReader, sent: Sent) -> object:
-        received.append(sent)
-        return receive(reader, sent)
-
-    monkeypatch.setattr(DemandReader, "receive", counted)
     ids, padding = _ids([0, 1], [2, 3], [5, 6]), torch.tensor([4, 7, -1])
     cache.scheduler.begin_step()
     assert not cache.scheduler.fits(0, ids)

@@ -119,9 +119,9 @@ def checkpoints() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE, default)) / f"{writer:08x}"
 
 
-def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path) -> Plan:
-    """The engines of one case, vLLM alone first."""
-    on_gpu = torch.cuda.is_available()
+def kinds_of(model: Path, backend: str | None) -> dict[str, dict[str, Any]]:
+    """vLLM's arguments for a checkpoint, by the values of `REFERENCE`. `backend`: of the experts'
+    kernel; None: what vLLM picks."""
     common: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -129,12 +129,15 @@ def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path)
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": 256 << 20,
     }
-    if on_gpu:
-        common["moe_backend"] = FORMATS[case.format].backend
-    kinds: dict[str, dict[str, Any]] = {
-        "eager": {**common, "enforce_eager": True},
-        "graphs": {**common, **GRAPHS},
-    }
+    if backend is not None:
+        common["moe_backend"] = backend
+    return {"eager": {**common, "enforce_eager": True}, "graphs": {**common, **GRAPHS}}
+
+
+def plan_of(case: Case, modes: Sequence[str], slots: Sequence[str], model: Path) -> Plan:
+    """The engines of one case, vLLM alone first."""
+    on_gpu = torch.cuda.is_available()
+    kinds = kinds_of(model, FORMATS[case.format].backend if on_gpu else None)
     held = {"holds_graphs": True} if case.family in V2_FAMILIES else {}
     engines = []
     for kind in sorted({REFERENCE[mode] for mode in modes}):

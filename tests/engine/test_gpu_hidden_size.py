@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.formats import GRAPHS, MOST_TOKENS, RUNS
+from tests.engine.formats import MODES, REFERENCE, RUNS, kinds_of
 from tests.engine.gpu_runs import Plan, assert_same, engine, record_of, run_plans, runs_of, stats_of
 from tests.helpers import checkpoints
+from tests.helpers.checkpoints import FORMATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(400)]
 
 HIDDEN = 288
-MODES = ("eager", "full", "segmented")
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +26,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "HIDDEN", HIDDEN)
         model = checkpoints.write(folder, "gpt-oss", "mxfp4", config={"hidden_size": HIDDEN})
-    common: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "max_num_batched_tokens": MOST_TOKENS,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 256 << 20,
-        "moe_backend": "marlin",
-    }
-    kinds: dict[str, dict[str, Any]] = {
-        "graphs": {**common, **GRAPHS},
-        "eager": {**common, "enforce_eager": True},
-    }
+    kinds = kinds_of(model, FORMATS["mxfp4"].backend)
     settings = {"slots_per_layer": 8, "predictor": "next_gate"}
     engines = [
         engine("graphs", RUNS, llm=kinds["graphs"], widest=[2, 4]),
@@ -48,7 +37,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             f"cache-{mode}",
             RUNS,
             {**settings, "mode": mode},
-            llm=kinds["eager" if mode == "eager" else "graphs"],
+            llm=kinds[REFERENCE[mode]],
         )
         for mode in MODES
     )
